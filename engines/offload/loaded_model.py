@@ -111,10 +111,11 @@ class LoadedModel:
 
     def _kv_blocks_by_tier(self) -> tuple[dict[str, int], dict[str, int]]:
         """KV blocks that sequences hold, and all."""
-        cache, first = self.cache, "host" if self.device.where.type == "cpu" else "device"
-        used = {first: cache.num_blocks - cache.num_free_blocks - cache.num_used_offloaded}
-        total = {first: cache.num_device_blocks}
-        if cache.offloaded is not None:
-            offloaded = "host" if self.plan.host_kv_blocks else "disk"
-            used[offloaded], total[offloaded] = cache.num_used_offloaded, cache.offloaded.num_blocks
-        return used, total
+        plan, used = self.plan, self.cache.num_used
+        if self.device.where.type == "cpu":
+            tiers = [("host", used[0], plan.kv_blocks), ("disk", used[1], plan.disk_kv_blocks)]
+        else:
+            tiers = [("device", used[0], plan.kv_blocks), ("host", used[1], plan.host_kv_blocks),
+                     ("disk", used[2], plan.disk_kv_blocks)]  # fmt: skip
+        there = [tiers[0], *(tier for tier in tiers[1:] if tier[2])]
+        return {name: held for name, held, _ in there}, {name: total for name, _, total in there}

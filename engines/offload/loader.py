@@ -40,11 +40,10 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     """
     model, policy, limits, job = request.model, request.policy, request.limits, request.job
     sparse = policy.value_sparsity < 1
-    offloaded_share = policy.activations[2] if policy.activations else 0.0  # of activations
     option, why = choose_option(options(request, backend), request)
     chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs
     gemms = with_plain_panels(chosen.values())
-    offloaded_layers = meta_model.layers() if offloaded_share else ()
+    offloaded_layers = meta_model.layers() if backend.moves_activations else ()
     tiles, compute_bytes = needs.tiles, needs.compute_bytes
     kernel = backend.kernels.attention(needs.cache, sparse)
     plan = backend.plan(needs, gemm)
@@ -71,12 +70,10 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     # KV cache and activations
     cache = backend.kv_cache(throttle, stack)
     offload = None
-    if offloaded_share:
+    if backend.moves_activations:
         batches = policy.num_gpu_batches * policy.nano_batches
-        width = model.shape.hidden * compute_bytes
-        offload = ActivationOffload(
-            offloaded_layers, offloaded_share, batches, rows, width, job.scratch, timeline, throttle
-        )
+        activations = backend.activations(batches, rows, model.shape.hidden * compute_bytes, throttle)
+        offload = ActivationOffload(offloaded_layers, activations, backend.placement().activations[2])
         stack.callback(offload.close)
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full

@@ -137,9 +137,9 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.sequence.start_s < 0:
                 chunk.sequence.start_s = clock()
-        loaded.cache.begin(chunks, len(batches))
+        loaded.cache.begin(batches)
         with torch.inference_mode():
-            logits = self._executor.run([self._pack(batch) for batch in batches])
+            logits = self._executor.run([self._pack(batch, i) for i, batch in enumerate(batches)])
             logits = [loaded.device.download(rows) for rows in logits]
             loaded.timeline.end_pass(sum(chunk.count for chunk in chunks))
             now = clock()
@@ -157,7 +157,7 @@ class ModelRunner:
                         advanced.append((sequence, done))
         return advanced
 
-    def _pack(self, batch: Sequence[ScheduledChunk[S]]) -> PackedBatch:
+    def _pack(self, batch: Sequence[ScheduledChunk[S]], number: int) -> PackedBatch:
         ids: list[int] = []
         positions: list[int] = []
         logits_indices: list[int] = []
@@ -171,7 +171,7 @@ class ModelRunner:
             torch.tensor(ids),
             upload(torch.tensor(positions)),
             upload(torch.tensor(logits_indices, dtype=torch.long)),
-            PackedAttention(self._attention, batch),
+            PackedAttention(self._attention, batch, number),
         )
 
     def _reset(self) -> None:

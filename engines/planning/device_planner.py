@@ -57,11 +57,11 @@ class DevicePlanner(ClosedFormPlanner):
         tiles = self._tiles(policy)
         total = sum(tile.nbytes for tile in tiles)
         resident, pinned = (sum(tiles[i].nbytes for i in chosen) / total for chosen in (plan.resident, plan.pinned))
-        blocks = plan.kv_blocks + plan.host_kv_blocks
+        blocks = plan.kv_blocks + plan.host_kv_blocks + plan.disk_kv_blocks
         return replace(
             policy,
             weights=policy.weights or (resident, pinned, max(0.0, 1 - resident - pinned)),
-            cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, 0.0),
+            cache=policy.cache or tuple(n / blocks for n in (plan.kv_blocks, plan.host_kv_blocks, plan.disk_kv_blocks)),
             activations=policy.activations or _ON_DEVICE,
         )
 

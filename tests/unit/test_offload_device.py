@@ -38,11 +38,13 @@ def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):
 def policies(draw):
     """Weights and keys and values anywhere, in every schedule."""
     weights = draw(st.sampled_from([None, (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.3, 0.3, 0.4)]))
-    cache = draw(st.sampled_from([None, (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.5, 0.0)]))
+    places = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.5, 0.0), (0.0, 0.0, 1.0), (0.3, 0.3, 0.4), (0.0, 0.5, 0.5)]
+    cache = draw(st.sampled_from([None, *places]))
     schedule = draw(st.sampled_from(["row", "zigzag", "sweep"]))
     policy = {"weights": weights, "cache": cache, "schedule": schedule, "overlap": draw(st.booleans())}
+    policy["activations"] = draw(st.sampled_from([None, *places]))
     policy["gpu_batch_size"] = draw(st.integers(1, 6))
-    policy["cpu_attention"] = draw(st.booleans())
+    policy["cpu_attention"] = draw(st.booleans()) and not (cache and cache[2])
     if schedule == "zigzag":
         policy["num_gpu_batches"] = draw(st.integers(1, 3))
     if schedule == "sweep":
@@ -68,6 +70,8 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
         assert policy["weights"] == pytest.approx(report.policy.weights, abs=2 * max(tiles) / sum(tiles))
     if policy["cache"]:
         assert policy["cache"] == pytest.approx(report.policy.cache, abs=1 / held)
+    if policy["activations"]:
+        assert policy["activations"] == report.policy.activations
     assert all_greedy(reference, requests, tokens)
 
 
@@ -134,9 +138,8 @@ def test_a_device_is_measured_for_plans(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ({"activations": (0.0, 1.0, 0.0)}, r"policy.activations: .* leave them out"),
         ({"cpu_attention": True, "value_sparsity": 0.5}, r"policy.cpu_attention: .* leave out value_sparsity"),
-        ({"cache": (0.5, 0.0, 0.5)}, r"policy.cache: .* not on disk"),
+        ({"cpu_attention": True, "cache": (0.5, 0.0, 0.5)}, r"policy.cpu_attention: .* on disk: leave it out"),
     ],
 )
 def test_what_is_not_there_with_a_device_is_refused(model, cache, policy, words):

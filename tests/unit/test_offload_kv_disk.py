@@ -13,6 +13,7 @@ from engines.offload.disk import direct_file as disk_file
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
+from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.timeline import Timeline
 from harness.api import DiskFullError, HarnessError, InfeasibleError
 from tests.offload import answers, requests_of, tiny
@@ -20,92 +21,138 @@ from tests.offload import answers, requests_of, tiny
 RECORD = 4096
 
 
-def blocks(folder, count=20, layers=5, throttle=None):
-    return DiskBlocks(folder, layers, count, RECORD, Timeline(), throttle or Throttle(None))
+@pytest.fixture
+def file(tmp_path):
+    """Makes a file of blocks on disk, which is closed in the end."""
+    made = []
+
+    def make(count=20, layers=5, throttle=None):
+        made.append(RecordFile(tmp_path, layers, count, RECORD, Timeline(), throttle or Throttle(None)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        one.close()
 
 
-@pytest.mark.parametrize("layers", [1, 2, 5])
-def test_what_was_written_comes_back(tmp_path, layers):
-    """Random passes: each block and layer keeps a counter that is checked and raised."""
-    disk, rng = blocks(tmp_path, layers=layers), random.Random(0)
+@pytest.fixture
+def blocks(file):
+    """Makes blocks on disk, whose stages hold all of them."""
+    return lambda count=20, layers=5, throttle=None, ahead=True: DiskBlocks(
+        file(count, layers, throttle), layers, count, RECORD, count, ahead
+    )
+
+
+def run_random_passes(store, rng, layers, record_of, passes=60):
+    """Each block and layer keeps a number that is checked where a batch reads it, and changed where one writes it; the
+    second of two batches may read what the first one writes."""
     expected = {}
-    for _ in range(60):
-        touched = set(rng.sample(range(20), rng.randint(0, 12)))
-        known = {block for block in rng.sample(range(20), rng.randint(0, 20)) if (block, 0) in expected}
-        slots = disk.start(known, touched)
+    for _ in range(passes):
+        batches = []
+        for _ in range(rng.randint(1, 3)):
+            written = set(rng.sample(range(20), rng.randint(0, 8)))
+            seen = {b for b, _ in expected} | set().union(*(w for _, w in batches))
+            batches.append(({b for b in rng.sample(range(20), rng.randint(0, 20 - 8)) if b in seen}, written))
+        slots = store.start(batches)
         for layer in range(layers):
-            records = disk.staged(layer).view(20, RECORD)
-            for block in known | touched:
-                record = records[slots[block]]
-                if block in known:
-                    assert (record == expected[block, layer]).all()
-                if block in touched:
-                    value = rng.randrange(256)
-                    record.fill_(value)
-                    expected[block, layer] = value
-            disk.done(layer)
+            for number, (known, written) in enumerate(batches):
+                staged = store.staged(layer, number)
+                for block in known | written:
+                    record = record_of(staged, slots[number][block])
+                    if block in known:
+                        assert (record == expected[block, layer]).all()
+                    if block in written:
+                        value = rng.randrange(256)
+                        record.fill_(value)
+                        expected[block, layer] = value
+                store.done(layer, number)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_what_was_written_comes_back(blocks, layers, ahead):
+    disk = blocks(layers=layers, ahead=ahead)
+    run_random_passes(disk, random.Random(0), layers, lambda staged, slot: staged.view(-1, RECORD)[slot])
     assert disk.bytes_read
     assert disk.bytes_written
-    disk.close()
-    disk.close()
 
 
-def test_a_pass_that_is_broken_off_does_not_disturb_the_next(tmp_path):
-    disk = blocks(tmp_path)
-    disk.start([], [3])
+def test_a_pass_that_is_broken_off_does_not_disturb_the_next(blocks):
+    disk = blocks()
+    disk.start([([], [3])])
     for layer in range(5):
-        disk.staged(layer).view(20, RECORD)[0].fill_(layer + 1)
-        disk.done(layer)
-    disk.start([3], [3])
-    disk.staged(0)
-    slots = disk.start([3], [])
+        disk.staged(layer, 0).view(20, RECORD)[0].fill_(layer + 1)
+        disk.done(layer, 0)
+    disk.start([([3], [3])])
+    disk.staged(0, 0)
+    [slots] = disk.start([([3], [])])
     for layer in range(5):
-        assert (disk.staged(layer).view(20, RECORD)[slots[3]] == layer + 1).all()
-        disk.done(layer)
-    disk.close()
+        assert (disk.staged(layer, 0).view(20, RECORD)[slots[3]] == layer + 1).all()
+        disk.done(layer, 0)
 
 
-def test_nothing_is_left_of_it(tmp_path):
-    disk = blocks(tmp_path)
+def test_nothing_is_left_of_it(file, tmp_path):
+    disk = DiskBlocks(there := file(), 5, 20, RECORD, 20)
     assert not list(tmp_path.iterdir())
-    disk.start([0], [])
-    disk.staged(0)
+    disk.start([([0], [])])
+    disk.staged(0, 0)
     before = threading.active_count()
-    disk.close()
+    there.close()
     assert threading.active_count() < before
 
 
-def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(tmp_path, monkeypatch):
+def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(blocks, monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    disk = blocks(tmp_path)
+    disk = blocks()
     monkeypatch.setattr(disk_file.os, "preadv", fail)
-    disk.start([0], [])
+    disk.start([([0], [])])
     with pytest.raises(HarnessError, match=r"cache on disk: .*Input/output error"):
-        disk.staged(0)
-    disk.close()
+        disk.staged(0, 0)
 
 
-def test_a_disk_without_room_is_said_before_any_work(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_said_before_any_work(file, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(disk_file.os, "posix_fallocate", full)
     with pytest.raises(DiskFullError, match="no room for 409600 bytes of cache on disk"):
-        blocks(tmp_path)
+        file()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_throttled_disk_takes_its_time(tmp_path):
-    disk = blocks(tmp_path, throttle=Throttle(20 * 5 * RECORD / 0.2))
-    disk.start(range(20), [])
+def test_a_throttled_disk_takes_its_time(blocks):
+    disk = blocks(throttle=Throttle(20 * 5 * RECORD / 0.2))
+    disk.start([(range(20), [])])
     began = time.perf_counter()
     for layer in range(5):
-        disk.staged(layer)
-        disk.done(layer)
+        disk.staged(layer, 0)
+        disk.done(layer, 0)
     assert time.perf_counter() - began >= 0.19
-    disk.close()
+
+
+def test_only_a_batch_s_blocks_need_room_in_a_stage(file):
+    """Twenty blocks, of which no batch has more than five."""
+    disk, rng = DiskBlocks(file(), 5, 20, RECORD, slots=5), random.Random(1)
+    for _ in range(3):
+        order = rng.sample(range(20), 20)
+        batches = [([], order[i : i + 5]) for i in range(0, 20, 5)]
+        slots = disk.start(batches)
+        for layer in range(5):
+            for number, (_, written) in enumerate(batches):
+                records = disk.staged(layer, number).view(5, RECORD)
+                for block in written:
+                    records[slots[number][block]].fill_(block + layer)
+                disk.done(layer, number)
+        reads = [(sorted(blocks, reverse=True), []) for _, blocks in batches]
+        slots = disk.start(reads)
+        for layer in range(5):
+            for number, (known, _) in enumerate(reads):
+                records = disk.staged(layer, number).view(5, RECORD)
+                assert all((records[slots[number][block]] == block + layer).all() for block in known)
+                disk.done(layer, number)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.75, 1.0])
@@ -115,7 +162,7 @@ def test_blocks_are_allocated_in_the_proportion_that_was_asked_for(share):
     for _ in range(150):
         held += pool.allocate(1)
         assert abs(sum(block >= 200 - on_disk for block in held) - share * len(held)) <= 1
-    assert pool.num_used_offloaded == sum(block >= 200 - on_disk for block in held)
+    assert sum(pool.num_used[1:]) == sum(block >= 200 - on_disk for block in held)
     for _ in range(200):
         rng.shuffle(held)
         pool.free([held.pop() for _ in range(rng.randint(0, len(held)))])

@@ -14,6 +14,7 @@ from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, WeightStorage
+from engines.offload.model.activation_offload import Activations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
@@ -56,6 +57,10 @@ class Backend(Protocol):
     timeline: Timeline
     tile_values: int | None = None
 
+    @property
+    def moves_activations(self) -> bool:
+        """Whether the policy has activations elsewhere between layers."""
+
     def choose_gemms(self, layers: Storage, outside: Storage) -> Sequence[Gemms]:
         """The fastest way to multiply decoder layers' weights and the others; measured. The keys are how the policy has
         them stored; each way says how it wants them. There may be one for plain panels besides. Where weights may be
@@ -77,6 +82,9 @@ class Backend(Protocol):
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         """Allocates the planned KV cache; `stack` closes what it opens."""
+
+    def activations(self, batches: int, rows: int, row_bytes: int, throttle: Throttle) -> Activations:
+        """Where the policy has activations between layers, for `batches` batches of `rows` rows."""
 
     def placement(self) -> Placement:
         """What is where, for the load's report."""

@@ -19,13 +19,15 @@ from engines.offload.kernels import (
 )
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
-from engines.offload.kv_cache.host_blocks import HostBlocks
+from engines.offload.kv_cache.lower_blocks import DiskPart, LowerBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
+from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
-from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
+from engines.offload.memory.kv_blocks import STAGES, kv_block_bytes, pieces, record_bytes
 from engines.offload.memory.layout import READERS, WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Panels, Storage, WeightStorage
+from engines.offload.model.activation_offload import LowerActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -93,11 +95,17 @@ class CudaBackend(Backend):
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
         self._request = request
         self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
+        if self._load.policy.cpu_attention and self._plan.disk_kv_blocks:
+            raise UnsupportedError(
+                "policy.cpu_attention: the host attends to keys and values in its memory, and some of these are on "
+                "disk: leave it out, or keep them in memory (policy.cache)"
+            )
         return self._plan
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         plan, tiles = self._plan, self._request.tiles
-        self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
+        sizes = pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks, plan.pinned_stage_blocks)
+        self._pinned = PinnedMemory(sizes, self.device.pinned)
         staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
         room = torch.empty(sum(tiles[i].span for i in plan.resident), dtype=torch.uint8, device=self.device.where)
         resident, start = {}, 0
@@ -110,12 +118,13 @@ class CudaBackend(Backend):
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
-        blocks = None
-        if plan.host_kv_blocks:
+        blocks, lower = None, plan.host_kv_blocks + plan.disk_kv_blocks
+        if lower:
             sizes = pieces(plan.host_kv_blocks, kv_block_bytes(shape, stored) // shape.num_layers)
             layers = [[self._pinned.take(size)[:size] for size in sizes] for _ in range(shape.num_layers)]
             layout, overlap = block_layout(shape, stored), self._load.policy.overlap
-            blocks = HostBlocks(layers, plan.host_kv_blocks, *layout, self.device, overlap)
+            on_disk = self._disk_part(throttle, stack) if plan.disk_kv_blocks else None
+            blocks = LowerBlocks(layers, lower, plan.stage_blocks, *layout, self.device, overlap, on_disk)
             if self._load.policy.cpu_attention:
                 kernel = self._host_kernels.attention(stored, sparse=False)
                 quantizer = self._host_kernels.quantizer(stored)
@@ -123,7 +132,27 @@ class CudaBackend(Backend):
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
         quantizer = self.kernels.quantizer(stored)
-        return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, self._host_attention)
+        return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, self._host_attention,
+                          num_disk_blocks=plan.disk_kv_blocks)  # fmt: skip
+
+    def _disk_part(self, throttle: Throttle, stack: ExitStack) -> DiskPart:
+        plan, shape = self._plan, self._request.shape
+        record = record_bytes(shape, self._request.cache)
+        file = RecordFile(
+            self._load.job.scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle
+        )
+        stack.callback(file.close)
+        size = plan.pinned_stage_blocks * record
+        return DiskPart(file, record, [self._pinned.take(size)[:size] for _ in range(STAGES)])
+
+    @property
+    def moves_activations(self) -> bool:
+        return bool(self._load.policy.activations and self._load.policy.activations[0] < 1)
+
+    def activations(self, batches: int, rows: int, row_bytes: int, throttle: Throttle) -> LowerActivations:
+        _, host, disk = self.placement().activations
+        folder, timeline = self._load.job.scratch, self.timeline
+        return LowerActivations(host, disk, self.device, batches, rows, row_bytes, folder, timeline, throttle)
 
     @torch.inference_mode()
     def _compile_kernels(self, staged: bool) -> None:
@@ -146,10 +175,11 @@ class CudaBackend(Backend):
     def placement(self) -> Placement:
         plan, tiles = self._plan, self._request.tiles
         device, host = (sum(tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
-        on_host = plan.host_kv_blocks / (plan.kv_blocks + plan.host_kv_blocks)
+        blocks = plan.kv_blocks + plan.host_kv_blocks + plan.disk_kv_blocks
+        on_host, on_disk = plan.host_kv_blocks / blocks, plan.disk_kv_blocks / blocks
         return Placement(
             weights=(device, host, sum(tile.nbytes for tile in tiles) - device - host),
-            cache=(1 - on_host, on_host, 0.0),
+            cache=(1 - on_host - on_disk, on_host, on_disk),
             activations=self._load.policy.activations or (1.0, 0.0, 0.0),
         )
 

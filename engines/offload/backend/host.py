@@ -11,11 +11,13 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.memory.host import plan_host_memory
-from engines.offload.memory.kv_blocks import record_bytes
+from engines.offload.memory.kv_blocks import record_bytes, stage_blocks
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, weight_formats
+from engines.offload.model.activation_offload import DiskActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -80,14 +82,21 @@ class HostBackend(Backend):
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None
         if plan.disk_kv_blocks:
-            scratch, overlap = self._load.job.scratch, self._load.policy.overlap
-            record = record_bytes(shape, stored)
-            blocks = DiskBlocks(
-                scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle, overlap
-            )
-            stack.callback(blocks.close)
+            policy, layers, count = self._load.policy, shape.num_layers, plan.disk_kv_blocks
+            record, slots = record_bytes(shape, stored), stage_blocks(policy, count, self._request.max_sequence)
+            file = RecordFile(self._load.job.scratch, layers, count, record, self.timeline, throttle)
+            stack.callback(file.close)
+            blocks = DiskBlocks(file, layers, count, record, slots, policy.overlap)
         quantizer, writer = self.kernels.quantizer(stored), self.kernels.row_writer()
         return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, writer=writer)
+
+    @property
+    def moves_activations(self) -> bool:
+        return bool(self._load.policy.activations and self._load.policy.activations[2])
+
+    def activations(self, batches: int, rows: int, row_bytes: int, throttle: Throttle) -> DiskActivations:
+        share, folder = self.placement().activations[2], self._load.job.scratch
+        return DiskActivations(share, batches, rows, row_bytes, folder, self.timeline, throttle)
 
     def placement(self) -> Placement:
         """Without a device all that is in memory is on the host, whatever a policy gives the device."""

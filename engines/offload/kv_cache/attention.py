@@ -36,14 +36,16 @@ class AttentionContext:
 
 
 class PackedAttention:
-    """The attention of one packed batch, whose rows are those of `chunks`, one after the other.
+    """The attention of one packed batch, number `batch` of its pass, whose rows are those of `chunks`, one after the
+    other.
 
     The batch's keys and values are appended to the cache first. Attention reads what the cache holds, in its precision,
     whether this pass or an earlier one computed it: results do not depend on how a prompt was cut into passes.
     """
 
-    def __init__(self, context: AttentionContext, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, context: AttentionContext, chunks: Sequence[Chunk], batch: int) -> None:
         self.context = context
+        self.batch = batch
         cache, upload = context.cache, context.device.upload
         self.host_chunks: HostChunks | None = None
         seen = [(chunk.count, chunk.cached, chunk.block_table) for chunk in chunks]
@@ -58,7 +60,7 @@ class PackedAttention:
         counts, cached, tables = zip(*seen, strict=True)
         longest = max(1, *map(len, tables))
         block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
-        self.metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table), upload)
+        self.metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table, batch), upload)
         self.slot_mapping = [
             Target(None if t.tokens is None else upload(t.tokens), upload(t.blocks), upload(t.offsets), t.staged)
             for t in self._slots(chunks)
@@ -80,7 +82,8 @@ class PackedAttention:
             if row not in written_on_host
         ]
         rows, blocks, offsets = torch.tensor(slots, dtype=torch.long).view(-1, 3).T.contiguous()
-        return self.context.cache.slot_mapping(None if len(slots) == len(tokens) else rows, blocks, offsets)
+        rows_written = None if len(slots) == len(tokens) else rows
+        return self.context.cache.slot_mapping(self.batch, rows_written, blocks, offsets)
 
 
 class AttentionTask:
@@ -103,7 +106,7 @@ class AttentionTask:
     def launch(self) -> None:
         """Writes keys and values to the cache and calls the kernel; blocks while the cache's blocks arrive."""
         batch, context, layer = self._batch, self._batch.context, self._layer
-        blocks = context.cache.layer(layer)
+        blocks = context.cache.layer(layer, batch.batch)
         began = context.timeline.now()  # not before: the cache's waits have a lane of their own
         dtype = self._operands[0].dtype
         query, key, value = (context.hadamard(x) if context.hadamard else x for x in self._operands)
@@ -118,7 +121,7 @@ class AttentionTask:
             spec = replace(spec, value_topk=context.value_topk)
         self._output = context.kernel(query, blocks, batch.metadata, spec, lse)
         context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
-        context.cache.leave(layer)
+        context.cache.leave(layer, batch.batch)
 
     def wait(self) -> torch.Tensor:
         """The output [tokens, heads, dim] for the caller's stream."""

@@ -2,8 +2,10 @@
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -26,20 +28,18 @@ class BlockManager:
     """Allocates, shares and frees blocks. A cached block keeps its content while it is free, for sequences with the
     same prefix, until it is evicted: the least recently used goes first.
 
-    The last `offloaded` block numbers are of blocks that live elsewhere. Allocation keeps their share of the blocks in
-    use equal to their share of all blocks, where possible. Source: Kwon et al. 2023 (vLLM), section 4.4.
+    The last `offloaded` block numbers are of blocks that live elsewhere, and of these the `last` ones farthest. Allocation
+    keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and takes the
+    farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
     """
 
-    def __init__(self, num_blocks: int, offloaded: int = 0) -> None:
+    def __init__(self, num_blocks: int, offloaded: int = 0, last: int = 0) -> None:
         self.num_blocks = num_blocks
         self._offloaded_fraction = offloaded / max(1, num_blocks)
-        self._first_offloaded = num_blocks - offloaded
+        self._first = (0, num_blocks - offloaded, num_blocks - last, num_blocks)  # of each tier
         self._ref_counts = [0] * num_blocks
         #: By tier: blank blocks first, then cached ones, the least recently used first.
-        self._free = tuple(
-            OrderedDict.fromkeys(blocks)
-            for blocks in (range(self._first_offloaded), range(self._first_offloaded, num_blocks))
-        )
+        self._free = tuple(OrderedDict.fromkeys(range(*bounds)) for bounds in pairwise(self._first))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -49,9 +49,10 @@ class BlockManager:
         return sum(map(len, self._free))
 
     @property
-    def num_used_offloaded(self) -> int:
-        """Offloaded blocks that some sequence holds."""
-        return self.num_blocks - self._first_offloaded - len(self._free[1])
+    def num_used(self) -> tuple[int, int, int]:
+        """Blocks that some sequence holds: where attention computes, offloaded, and of the last ones."""
+        near, lower, last = (b - a - len(free) for (a, b), free in zip(pairwise(self._first), self._free, strict=True))
+        return near, lower, last
 
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks: blank ones, then the least recently used cached ones, whose content is forgotten.
@@ -74,7 +75,7 @@ class BlockManager:
         for block in reversed(blocks):  # of a prefix its end is evicted first
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                free = self._free[block >= self._first_offloaded]
+                free = self._free[self._tier(block)]
                 free[block] = None
                 if block not in self._hash_of:
                     free.move_to_end(block, last=False)
@@ -92,7 +93,7 @@ class BlockManager:
         """One more sequence holds each block, which `match_prefix` gave."""
         for block in blocks:
             self._ref_counts[block] += 1
-            self._free[block >= self._first_offloaded].pop(block, None)
+            self._free[self._tier(block)].pop(block, None)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
         """Makes a full block's content known by its hash; of several blocks with one content the first is known."""
@@ -112,13 +113,17 @@ class BlockManager:
         self._hash_of.clear()
         self._block_of.clear()
 
+    def _tier(self, block: int) -> int:
+        return bisect_right(self._first, block, 1, 3) - 1
+
     def _next_tier(self) -> int:
-        """Where the next block is allocated: 0 where attention computes, 1 offloaded."""
+        """Where the next block is allocated: 0 where attention computes, 1 and 2 offloaded."""
         if not self._offloaded_fraction:
             return 0
-        used = self.num_blocks - self.num_free_blocks
-        tier = int(self.num_used_offloaded + 0.5 < self._offloaded_fraction * (used + 1))
-        return tier if len(self._free[tier]) else 1 - tier
+        near, *lower = self.num_used
+        offloaded = sum(lower) + 0.5 < self._offloaded_fraction * (near + sum(lower) + 1)
+        order = (1, 2, 0) if offloaded else (0, 1, 2)
+        return next(tier for tier in order if self._free[tier])
 
 
 def extend_block_hashes(tokens: Sequence[int], hashes: list[bytes], until: int) -> None:

@@ -1,102 +1,54 @@
-"""KV blocks on disk: read a layer ahead of attention, and written back behind it."""
+"""KV blocks on disk where the host attends: read ahead of attention, and written back behind it."""
 
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
-from engines.offload.disk.direct_file import DiskFile
-from engines.offload.disk.throttle import Throttle
 from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, Run
+from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.memory.kv_blocks import STAGES
-from engines.offload.timeline import Timeline
-from harness.api import HarnessError
 from harness.common.buffers import direct_buffer
-
-_WORKERS = 2
-#: The largest read or write in bytes, so that all workers get some.
-_PIECE = 2 << 20
 
 
 class DiskBlocks(OffloadedBlocks):
-    """Blocks in an unnamed file, with a record of `record` bytes (a multiple of ALIGN) a layer each, staged in memory.
-
-    One thread keeps the order of reads and writes, so no record is read before it is written; its errors are raised by
-    the next call.
-    """
+    """Blocks in `file`, of `record` bytes a layer each, staged in memory."""
 
     def __init__(
-        self,
-        folder: Path,
-        layers: int,
-        num_blocks: int,
-        record: int,
-        timeline: Timeline,
-        throttle: Throttle,
-        ahead: bool = True,
+        self, file: RecordFile, layers: int, num_blocks: int, record: int, slots: int, ahead: bool = True
     ) -> None:
-        super().__init__(num_blocks, layers, ahead, per_piece=max(1, _PIECE // record))
+        super().__init__(num_blocks, layers, ahead, slots)
+        self._file = file
         self._record = record
-        self._timeline = timeline
-        self._file = DiskFile(folder, layers * num_blocks * record, "cache", throttle)
-        self.direct = self._file.direct
-        self._memory = memoryview(direct_buffer(STAGES * num_blocks * record))
-        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, num_blocks * record)
-        self._reads: dict[int, Future[None]] = {}  # by layer, of this pass or the last
-        self._failure: HarnessError | None = None
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
-        self._order = ThreadPoolExecutor(1, thread_name_prefix="cache-order")
+        self.direct = file.direct
+        memory = memoryview(direct_buffer(STAGES * slots * record))
+        self._memory = [memory[i * slots * record : (i + 1) * slots * record] for i in range(STAGES)]
+        self._stages = torch.frombuffer(memory, dtype=torch.uint8).view(STAGES, slots * record)
+        self._reads: dict[int, Future[None]] = {}  # by stage
 
-    def close(self) -> None:
-        """Ends the threads and frees the disk space. Idempotent."""
-        self._order.shutdown()
-        self._workers.shutdown()
-        self._file.close()
+    def _stage(self, number: int) -> None:
+        layer, part = self._of(number)
+        self._reads[number % STAGES] = self._move(self._file.read, number, layer, part.read)
+        self.bytes_read += self._bytes(part.read)
 
-    def _stage(self, layer: int) -> None:
-        self._reads[layer] = self._order.submit(self._transfer, "read", layer, self._read)
+    def _wait(self, number: int) -> None:
+        self._file.wait_for(self._reads[number % STAGES])
 
-    def _wait(self, layer: int) -> None:
-        self._wait_for(self._reads[layer])
-
-    def _write_back(self, layer: int) -> None:
-        written = self._order.submit(self._transfer, "write", layer, self._write)
+    def _write_back(self, number: int) -> None:
+        layer, part = self._of(number)
+        written = self._move(self._file.write, number, layer, part.write)
+        self.bytes_written += self._bytes(part.write)
         if not self._ahead:
-            self._wait_for(written)
+            self._file.wait_for(written)
 
-    def _wait_for(self, transfer: Future[None]) -> None:
-        """Raises the error of any transfer that failed meanwhile."""
-        began = time.perf_counter()
-        transfer.result()
-        if self._failure is not None:
-            raise self._failure
-        self._timeline.add("wait", "stall", began, time.perf_counter())
+    def _move(
+        self, move: Callable[[int, Sequence[Run], memoryview], None], number: int, layer: int, runs: Sequence[Run]
+    ) -> Future[None]:
+        return self._file.submit(partial(move, layer, runs, self._memory[number % STAGES]))
 
-    def _transfer(self, what: str, layer: int, runs: Sequence[Run]) -> None:
-        """Moves a layer's runs, unless an earlier transfer has failed."""
-        if self._failure is not None:
-            return
-        try:
-            self._move(what, layer, runs)
-        except Exception as exc:  # any error must reach the waiting thread
-            self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
+    def _piece(self, block: int) -> int:
+        return block // self._file.blocks_of_piece
 
-    def _move(self, what: str, layer: int, runs: Sequence[Run]) -> None:
-        began = time.perf_counter()
-        move = self._file.read if what == "read" else self._file.write
-
-        def transfer(run: Run) -> int:
-            start = (layer % STAGES * self.num_blocks + run.slot) * self._record
-            size = run.count * self._record
-            move(self._memory[start : start + size], (layer * self.num_blocks + run.block) * self._record)
-            return size
-
-        moved = sum(self._workers.map(transfer, runs))
-        if what == "read":
-            self.bytes_read += moved
-        else:
-            self.bytes_written += moved
-        if runs:
-            self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())
+    def _bytes(self, runs: Sequence[Run]) -> int:
+        return sum(run.count for run in runs) * self._record

@@ -15,7 +15,7 @@ import torch
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
 from engines.offload.kv_cache.block_manager import Chunk
-from engines.offload.kv_cache.host_blocks import HostBlocks
+from engines.offload.kv_cache.lower_blocks import LowerBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
 
@@ -81,7 +81,7 @@ class HostAttention:
     """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own."""
 
     def __init__(
-        self, blocks: HostBlocks, kernel: AttentionKernel, quantizer: Quantizer, device: Accelerator, timeline: Timeline
+        self, blocks: LowerBlocks, kernel: AttentionKernel, quantizer: Quantizer, device: Accelerator, timeline: Timeline
     ) -> None:
         self._blocks = blocks
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""KV blocks that live elsewhere and are staged where attention computes: disk_blocks.py and host_blocks.py."""
+"""KV blocks that live elsewhere and are staged where attention computes: disk_blocks.py and lower_blocks.py."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -20,67 +20,110 @@ class Run:
     count: int
 
 
-class OffloadedBlocks(ABC):
-    """`num_blocks` blocks of `layers` layers, those that a pass needs staged layer by layer.
+@dataclass(frozen=True)
+class Part:
+    """What one batch of a pass moves in each layer: the runs to `read` and to `write`.
 
-    A layer is staged while the one before is attended to, and written back behind attention; its stage then serves the
-    layer after the next. Without `ahead` it is staged when attention asks for it, and written before `done` returns.
-    A copy does not cross from one piece of `per_piece` blocks to the next. `bytes_read` and `bytes_written` count what
-    was copied. `direct`: by direct I/O, if from disk.
+    `after`: the last batch before it that writes a block which this one reads; -1 where none does.
+    """
+
+    read: Sequence[Run]
+    write: Sequence[Run]
+    after: int
+
+
+class OffloadedBlocks(ABC):
+    """`num_blocks` blocks of `layers` layers, those that a batch needs staged a layer at a time.
+
+    A batch's blocks of a layer are staged while the one before attends, and written back behind its attention; the
+    stage, of `slots` blocks, then serves the next but one. So a layer of one batch is on its way at a time, not of
+    all: FlexGen (Sheng et al. 2023), algorithm 1, loads a batch's cache so. Without `ahead` they are staged when
+    attention asks for them, and written before `done` returns. `bytes_read` and `bytes_written` count what was copied.
+    `direct`: by direct I/O, if from disk.
     """
 
     direct = True
     _stages: torch.Tensor  # [STAGES, ...]
 
-    def __init__(self, num_blocks: int, layers: int, ahead: bool, per_piece: int) -> None:
+    def __init__(self, num_blocks: int, layers: int, ahead: bool, slots: int) -> None:
         self.num_blocks = num_blocks
+        self.slots = slots
         self.bytes_read = self.bytes_written = 0
         self._layers = layers
         self._ahead = ahead
-        self._per_piece = per_piece
-        self._begun = 0  # layers of this pass that are staged, or on their way
-        self._read: Sequence[Run] = ()
-        self._write: Sequence[Run] = ()
+        self._parts: Sequence[Part] = ()
+        # by layer and, within it, batch: how many of this pass are staged or on their way, and have been attended to
+        self._begun = self._done = 0
 
-    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        """Begins a pass that reads the `filled` blocks and writes the `written` ones. Returns int64 [blocks]: the slot
-        in which each is staged."""
-        read, write = set(filled), set(written)
-        order = sorted(read | write)
-        slot_of = {block: slot for slot, block in enumerate(order)}
-        self._read, self._write = (list(self._runs(sorted(blocks), slot_of)) for blocks in (read, write))
-        self._begun = 0
-        for _ in range(min(STAGES, self._layers) if self._ahead else 0):
-            self._stage_next()
-        slots = torch.zeros(self.num_blocks, dtype=torch.long)
-        slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
+    def start(self, batches: Sequence[tuple[Iterable[int], Iterable[int]]]) -> list[torch.Tensor]:
+        """Begins a pass, each batch of which reads some blocks and writes some. Returns for each int64 [blocks]: the
+        slot in which each block is staged."""
+        parts: list[Part] = []
+        slots: list[torch.Tensor] = []
+        writer: dict[int, int] = {}  # by block, the last batch that writes it
+        for number, (filled, written) in enumerate(batches):
+            read, write = set(filled), set(written)
+            order = sorted(read | write)
+            assert len(order) <= self.slots
+            slot_of = {block: slot for slot, block in enumerate(order)}
+            runs = [list(self._runs(sorted(blocks), slot_of)) for blocks in (read, write)]
+            parts.append(Part(*runs, after=max((writer.get(block, -1) for block in read), default=-1)))
+            writer |= dict.fromkeys(write, number)
+            staged = torch.zeros(self.num_blocks, dtype=torch.long)
+            staged[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
+            slots.append(staged)
+        self._parts = parts
+        self._begun = self._done = 0
+        self._stage_ahead()
         return slots
 
-    def staged(self, layer: int) -> torch.Tensor:
-        """The records of this pass's blocks in a layer, by slot: `num_blocks`, as bytes or as the values they store.
-        Blocks until they are there."""
-        if layer == self._begun:
+    def staged(self, layer: int, batch: int) -> torch.Tensor:
+        """The records of a batch's blocks in a layer, by slot: `slots`, as bytes or as the values they store. Blocks
+        until they are there. A pass asks by layer and, within it, batch."""
+        number = layer * len(self._parts) + batch
+        while self._begun <= number:
             self._stage_next()
-        self._wait(layer)
-        return self._stages[layer % STAGES]
+        self._wait(number)
+        return self._stages[number % STAGES]
 
-    def done(self, layer: int) -> None:
-        """Every batch of the pass has attended in a layer."""
-        self._write_back(layer)
-        if self._ahead and self._begun < self._layers:
-            self._stage_next()
-
-    @abstractmethod
-    def _stage(self, layer: int) -> None:
-        """Begins to copy the runs to read to their slots."""
+    def done(self, layer: int, batch: int) -> None:
+        """A batch has attended in a layer."""
+        number = layer * len(self._parts) + batch
+        self._write_back(number)
+        self._done = number + 1
+        self._stage_ahead()
 
     @abstractmethod
-    def _wait(self, layer: int) -> None:
-        """Lets attention wait until a layer is staged."""
+    def _stage(self, number: int) -> None:
+        """Begins to copy the runs to read to their slots. `number` counts the pass's layers of batches, and `_of` says
+        which one it is."""
 
     @abstractmethod
-    def _write_back(self, layer: int) -> None:
+    def _wait(self, number: int) -> None:
+        """Lets attention wait until they are staged."""
+
+    @abstractmethod
+    def _write_back(self, number: int) -> None:
         """Begins to copy the runs to write back; without `ahead` returns when they are there."""
+
+    @abstractmethod
+    def _piece(self, block: int) -> int:
+        """The piece that a block lies in: no copy crosses from one to the next."""
+
+    def _of(self, number: int) -> tuple[int, Part]:
+        """Layer and batch."""
+        layer, batch = divmod(number, len(self._parts))
+        return layer, self._parts[batch]
+
+    def _stage_ahead(self) -> None:
+        """Stages what has a free stage and needs nothing that an earlier batch of its layer has yet to write."""
+        batches = len(self._parts)
+        while self._ahead and self._begun < min(self._layers * batches, self._done + STAGES):
+            layer, batch = divmod(self._begun, batches)
+            after = self._parts[batch].after
+            if after >= 0 and layer * batches + after >= self._done:
+                return
+            self._stage_next()
 
     def _stage_next(self) -> None:
         self._stage(self._begun)
@@ -89,7 +132,7 @@ class OffloadedBlocks(ABC):
     def _runs(self, blocks: Sequence[int], slot_of: Mapping[int, int]) -> Iterable[Run]:
         """Cuts sorted `blocks` where they or their slots are not contiguous, and between pieces."""
         by_run = itertools.groupby(
-            enumerate(blocks), key=lambda at: (at[1] - at[0], slot_of[at[1]] - at[0], at[1] // self._per_piece)
+            enumerate(blocks), key=lambda at: (at[1] - at[0], slot_of[at[1]] - at[0], self._piece(at[1]))
         )
         for _, group in by_run:
             run = [block for _, block in group]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -27,8 +28,9 @@ class PagedCache(BlockManager):
     """Keys and values as `quantizer` stores them; a block has the same number in all layers.
 
     Blocks below `num_device_blocks` are where attention computes (`device`), in memory that the system gives as they
-    are first written; the others are `offloaded`. `begin` says which blocks a pass needs. Each of its batches goes
-    through the layers by `layer` and `leave`, with blocks numbered as `resolve` says. With `host_attention` single
+    are first written; the others are `offloaded`, and of these the last `num_disk_blocks` are on disk below a device.
+    `begin` says which blocks the batches of a pass need. They go through the layers by `layer` and `leave`, with blocks
+    numbered as `resolve` says. With `host_attention` single
     tokens attend to offloaded blocks where they are, so those are not staged for them. A `store` keeps the content of
     blocks that sequences give up; it needs all blocks to be where attention computes.
     """
@@ -43,9 +45,10 @@ class PagedCache(BlockManager):
         device: torch.device | None = None,
         host_attention: HostAttention | None = None,
         writer: RowWriter = torch_writer,
+        num_disk_blocks: int = 0,
     ) -> None:
         num_offloaded = 0 if offloaded is None else offloaded.num_blocks
-        super().__init__(num_device_blocks + num_offloaded, num_offloaded)
+        super().__init__(num_device_blocks + num_offloaded, num_offloaded, num_disk_blocks)
         self.num_device_blocks = num_device_blocks
         self._block_shape, dtype = block_layout(shape, stored)
         self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
@@ -55,8 +58,7 @@ class PagedCache(BlockManager):
         self.host_attention = host_attention
         self.store: KVStore | None = None  # of what sequences leave behind
         self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
-        self._slots = torch.empty(0, dtype=torch.long)
-        self._batches_left: list[int] = []  # by layer
+        self._slots: Sequence[torch.Tensor] = ()  # by batch
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,16 +97,18 @@ class PagedCache(BlockManager):
         rows = self._rows[:, block]
         rows.copy_(torch.frombuffer(content, dtype=torch.uint8).view(rows.dtype).view(rows.shape))
 
-    def begin(self, chunks: Sequence[Chunk], batches: int) -> None:
-        """Begins a pass over `chunks` in so many batches."""
+    def begin(self, batches: Sequence[Sequence[Chunk]]) -> None:
+        """Begins a pass."""
         if self.offloaded is None:
             return
-        first = self.num_device_blocks
+        first, chunks = self.num_device_blocks, chain.from_iterable(batches)
         self._staged_writes = self._written(c for c in chunks if c.count > 1 or not self.host_attention)
-        staged = [chunk for chunk in chunks if not self.attends_on_host(chunk)]
-        filled = {b - first for c in staged for b in c.block_table[: blocks_for(c.cached)] if b >= first}
-        self._slots = self.offloaded.start(filled, {b - first for b in self._written(staged)})
-        self._batches_left = [batches] * len(self._rows)
+        moved = []
+        for batch in batches:
+            staged = [chunk for chunk in batch if not self.attends_on_host(chunk)]
+            filled = {b - first for c in staged for b in c.block_table[: blocks_for(c.cached)] if b >= first}
+            moved.append((filled, {b - first for b in self._written(staged)}))
+        self._slots = self.offloaded.start(moved)
 
     def attends_on_host(self, chunk: Chunk) -> bool:
         """Whether a chunk attends to its offloaded blocks where they are.
@@ -116,17 +120,19 @@ class PagedCache(BlockManager):
         offloaded = [block for block in chunk.block_table if block >= self.num_device_blocks]
         return bool(offloaded) and self._staged_writes.isdisjoint(offloaded)
 
-    def resolve(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The numbers that `layer` has these blocks under in this pass; host tensors."""
+    def resolve(self, blocks: torch.Tensor, batch: int) -> torch.Tensor:
+        """The numbers that `layer` has these blocks of a batch under in this pass; host tensors."""
         first = self.num_device_blocks
         if self.offloaded is None:
             return blocks
-        slots = self._slots[(blocks - first).clamp(min=0).long()]
+        slots = self._slots[batch][(blocks - first).clamp(min=0).long()]
         return torch.where(blocks < first, blocks, (first + slots).to(blocks.dtype))
 
-    def slot_mapping(self, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor) -> list[Target]:
+    def slot_mapping(
+        self, batch: int, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor
+    ) -> list[Target]:
         """Where `rows` of a batch (None: all) are written that belong at `offsets` of `blocks`; host tensors [n]."""
-        blocks, first = self.resolve(blocks), self.num_device_blocks
+        blocks, first = self.resolve(blocks, batch), self.num_device_blocks
         staged = blocks >= first
         if not staged.any():
             return [Target(rows, blocks, offsets, False)]
@@ -134,21 +140,19 @@ class PagedCache(BlockManager):
         parts = ((~staged, 0, False), (staged, first, True))
         return [Target(rows[m], blocks[m] - start, offsets[m], flag) for m, start, flag in parts if m.any()]
 
-    def layer(self, layer: int) -> LayerBlocks:
-        """The blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that failed."""
+    def layer(self, layer: int, batch: int) -> LayerBlocks:
+        """A batch's blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that
+        failed."""
         if self.offloaded is None:
             return LayerBlocks(self._rows[layer])
-        records = self.offloaded.staged(layer).view(self._rows.dtype).view(self.offloaded.num_blocks, -1)
+        records = self.offloaded.staged(layer, batch).view(self._rows.dtype).view(self.offloaded.slots, -1)
         staged = records[:, : math.prod(self._block_shape)].view(-1, *self._block_shape)
         return LayerBlocks(self._rows[layer], staged)
 
-    def leave(self, layer: int) -> None:
+    def leave(self, layer: int, batch: int) -> None:
         """A batch has attended in a layer."""
-        if self.offloaded is None:
-            return
-        self._batches_left[layer] -= 1
-        if not self._batches_left[layer]:
-            self.offloaded.done(layer)
+        if self.offloaded is not None:
+            self.offloaded.done(layer, batch)
 
     def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""

@@ -1,16 +1,15 @@
 """Plans memory for an engine with a device: the device's memory, pinned host memory and the disk."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
-from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces
+from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces, record_bytes, stage_blocks
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, mib
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
 from engines.offload.memory.planner import MemoryPlanner, summed
-from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
+from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk: a device multiplies thousands of
 #: rows in the time that hundreds take to load their weights.
@@ -25,10 +24,14 @@ PINNED_SHARE = 0.8
 
 @dataclass(frozen=True)
 class _KVBlocks:
-    """KV blocks by tier and the bytes they take there; on the device with the stages of those in host memory."""
+    """KV blocks by tier and the bytes they take there, with `stage` blocks in each stage for those below the device,
+    and `pinned_stage` for those on disk."""
 
     device: int
     host: int
+    disk: int
+    stage: int
+    pinned_stage: int
     device_bytes: int
     host_bytes: int
 
@@ -38,28 +41,26 @@ def tile_values(shape: ModelShape) -> int:
     return min(_TILE_VALUES, max(_LEAST_VALUES, shape.params_total // _TILES))
 
 
-def pinned_sizes(request: MemoryRequest, pinned: Iterable[int], kv_blocks: int) -> list[int]:
-    """Bytes of each tensor in pinned memory: read buffers for tiles on disk, tiles held, KV blocks of each layer."""
+def pinned_sizes(request: MemoryRequest, pinned: Iterable[int], kv_blocks: int, staged: int = 0) -> list[int]:
+    """Bytes of each tensor in pinned memory: read buffers for tiles on disk, tiles held, KV blocks of each layer, and
+    stages of so many blocks for those on disk."""
     layers = request.shape.num_layers
     buffers = [request.largest_tile] * READERS
     held = [request.tiles[i].span for i in pinned]
-    return buffers + held + pieces(kv_blocks, kv_block_bytes(request.shape, request.cache) // layers) * layers
+    stages = [staged * record_bytes(request.shape, request.cache)] * (STAGES if staged else 0)
+    return buffers + held + stages + pieces(kv_blocks, kv_block_bytes(request.shape, request.cache) // layers) * layers
 
 
 def plan_device_memory(request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> MemoryPlan:
     """The plan for `policy` within `device` bytes of the device's memory and `host` bytes of pinned memory.
 
-    Where the policy sets no fractions, the device holds the KV cache as far as it fits and weights in what is left;
-    host memory then holds weights, and the rest of the cache in what is left of it: reading from disk is slowest.
-    Blocks of sequences must fit whole, so their cache has precedence.
+    Where the policy sets no fractions, the device holds the KV cache as far as it fits and weights in what is left.
+    Host memory then holds the rest of the cache of blocks of sequences, and weights in what is left of it. For a sweep
+    it holds weights first, as each of their bytes is read in every pass, and of the cache only what is filled; where it
+    cannot hold all weights, more sequences share the reading of the others, so the cache may go to disk.
 
-    Raises InfeasibleError with the missing bytes by tier, UnsupportedError for a KV cache on disk or activations that
-    are not on the device.
+    Raises InfeasibleError with the missing bytes by tier.
     """
-    if policy.activations not in (None, (1.0, 0.0, 0.0)):
-        raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
-    if policy.cache is not None and policy.cache[2]:
-        raise UnsupportedError("policy.cache: with a device keys and values are there and in host memory, not on disk")
     return _DevicePlanner(request, policy, device - CONTEXT_BYTES, host).plan()
 
 
@@ -69,8 +70,9 @@ class _DevicePlanner(MemoryPlanner):
         self._device = device
         self._host = host
         self._block_bytes = kv_block_bytes(request.shape, request.cache)
-        #: On the device, for each block in host memory.
+        #: On the device for each block of a stage, and in host memory for each of those that come from disk.
         self._stage_bytes = STAGES * (self._block_bytes // request.shape.num_layers)
+        self._pinned_stage_bytes = STAGES * record_bytes(request.shape, request.cache)
         on_device, on_host, _ = policy.weights or (0.0, 0.0, 0.0)
         #: Bytes of weights that the policy sets for device and host; 0 where it sets none.
         self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
@@ -88,23 +90,51 @@ class _DevicePlanner(MemoryPlanner):
         return self._place_kv(sequences, self._request.kv_blocks(sequences, self._mixed_ages)) is not None
 
     def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
-        """Divides KV blocks between device and host; None if they do not fit."""
+        """Divides KV blocks between the tiers; None if they do not fit."""
         device_room = self._device - self._fixed(sequences) - self._held_weights[0]
         host_room = self._host - self._host_fixed() - self._held_weights[1]
+        weights_stream = False
         if self._policy.weights is None and self._mixed_ages:
             # host memory holds weights first, but for those that the device will hold
             weights = self._request.weight_bytes
-            host_room -= max(0, weights - max(0, device_room - blocks * self._block_bytes))
+            left = host_room - max(0, weights - max(0, device_room - blocks * self._block_bytes))
+            weights_stream, host_room = left < 0, max(0, left)  # weights that do not fit stay on disk
         if self._policy.cache is None:
-            missing = max(0, blocks * self._block_bytes - device_room)
-            host = math.ceil(missing / max(1, self._block_bytes - self._stage_bytes))
+            lower = self._fewest_below(blocks, device_room)
+            to_disk = weights_stream and not self._policy.cpu_attention
+            disk = self._fewest_on_disk(lower, host_room) if to_disk else 0
         else:
-            host = round(self._policy.cache[1] * blocks)
-        on_device = (blocks - host) * self._block_bytes + host * self._stage_bytes
-        kv = _KVBlocks(blocks - host, host, on_device, host * self._block_bytes)
-        if self._policy.weights is None:
-            host_room = max(0, host_room)  # weights that do not fit stay on disk
-        return kv if kv.device >= 0 and kv.device_bytes <= device_room and kv.host_bytes <= host_room else None
+            lower = round((1 - self._policy.cache[0]) * blocks)
+            disk = min(lower, round(self._policy.cache[2] * blocks))
+        if lower > blocks or disk > lower:
+            return None
+        kv = self._kv_blocks(blocks, lower, disk)
+        return kv if kv.device_bytes <= device_room and kv.host_bytes <= host_room else None
+
+    def _kv_blocks(self, blocks: int, lower: int, disk: int) -> _KVBlocks:
+        """So many blocks, of which some are below the device, and of these some on disk."""
+        stage, pinned_stage = (stage_blocks(self._policy, n, self._request.max_sequence) for n in (lower, disk))
+        on_device = (blocks - lower) * self._block_bytes + stage * self._stage_bytes
+        on_host = (lower - disk) * self._block_bytes + pinned_stage * self._pinned_stage_bytes
+        return _KVBlocks(blocks - lower, lower - disk, disk, stage, pinned_stage, on_device, on_host)
+
+    def _fewest_below(self, blocks: int, room: int) -> int:
+        """The fewest blocks below the device with which the others and the stages fit `room` bytes of it; more than all
+        where none do."""
+        if blocks * self._block_bytes <= room:
+            return 0
+        return blocks + 1 - largest(
+            blocks, lambda kept: self._kv_blocks(blocks, blocks + 1 - kept, 0).device_bytes <= room
+        )
+
+    def _fewest_on_disk(self, lower: int, room: int) -> int:
+        """The fewest of the blocks below the device that are on disk where host memory has `room` bytes for them; more
+        than all where that is not enough for the stages."""
+        if lower * self._block_bytes <= room:
+            return 0
+        return lower + 1 - largest(
+            lower, lambda kept: self._kv_blocks(lower, lower, lower + 1 - kept).host_bytes <= room
+        )
 
     def _fixed(self, sequences: int) -> int:
         """Bytes on the device beside the KV cache and resident weights."""
@@ -113,11 +143,14 @@ class _DevicePlanner(MemoryPlanner):
     def _host_fixed(self) -> int:
         """Bytes of host memory beside weights and the KV cache.
 
-        Read buffers for tiles on disk, embeddings on their way to the device and logits on their way back (which torch
-        pins in powers of two), what is lost at the ends of pinned pieces, and slack.
+        Read buffers for tiles on disk, embeddings on their way to the device, logits on their way back and activations
+        between layers (which torch pins in powers of two), what is lost at the ends of pinned pieces, and slack.
         """
         shape, span = self._request.shape, self._request.largest_tile
         values = self._activations.chunk * shape.hidden + self._policy.block_size * shape.vocab
+        if self._policy.activations is not None:
+            rows = self._policy.block_size + self._policy.num_gpu_batches * self._activations.chunk
+            values += round((1 - self._policy.activations[0]) * rows) * shape.hidden
         transfers = 2 * values * self._request.compute_bytes
         return SLACK_BYTES + transfers + pinned_bytes([span] * READERS) + wasted(self._host, span)
 
@@ -135,13 +168,14 @@ class _DevicePlanner(MemoryPlanner):
         parts = {"cache": kv.device_bytes, "work": each.bytes(sequences), "ring": self._ring,
                  "resident": on_device, "other": self._other}  # fmt: skip
         pinned_total = self._pinned_bytes(pinned, kv)
+        on_disk = f"; cache on disk {mib(kv.disk * self._block_bytes)}" if kv.disk else ""
         note = (
             f"device memory: {summed(parts)} of {mib(self._device)}; pinned: weights {mib(on_host)} + cache "
-            f"{mib(kv.host_bytes)} + passing = {mib(pinned_total)} of {mib(self._host)}"
+            f"{mib(kv.host_bytes)} + passing = {mib(pinned_total)} of {mib(self._host)}{on_disk}"
         )
         return MemoryPlan(
             kv_blocks=kv.device,
-            disk_kv_blocks=0,
+            disk_kv_blocks=kv.disk,
             sequences=sequences,
             resident=resident,
             slots=self._slots,
@@ -152,6 +186,8 @@ class _DevicePlanner(MemoryPlanner):
             total_bytes=sum(parts.values()),
             note=note,
             host_kv_blocks=kv.host,
+            stage_blocks=kv.stage,
+            pinned_stage_blocks=kv.pinned_stage,
             pinned=pinned,
             pinned_bytes=pinned_total,
         )
@@ -169,18 +205,22 @@ class _DevicePlanner(MemoryPlanner):
 
     def _pinned_bytes(self, chosen: frozenset[int], kv: _KVBlocks) -> int:
         """Bytes of the pinned pieces that hold these tiles and the KV blocks."""
-        return pinned_bytes(pinned_sizes(self._request, chosen, kv.host))
+        return pinned_bytes(pinned_sizes(self._request, chosen, kv.host, kv.pinned_stage))
 
     def _refusal(self, fewest: int) -> InfeasibleError:
         blocks = self._request.kv_blocks(fewest, self._mixed_ages)
-        needed = self._fixed(fewest) + self._held_weights[0] + blocks * self._stage_bytes
-        needed_on_host = self._host_fixed() + self._held_weights[1] + blocks * self._block_bytes
+        share = self._policy.cache or (0.0, 1.0, 0.0)
+        kv = self._kv_blocks(blocks, blocks - round(share[0] * blocks), min(blocks, round(share[2] * blocks)))
+        needed = self._fixed(fewest) + self._held_weights[0] + kv.device_bytes
+        needed_on_host = self._host_fixed() + self._held_weights[1] + kv.host_bytes
         missing = {"device": needed - self._device, "host": needed_on_host - self._host}
+        fixed = self._policy.weights is not None
+        elsewhere = ", or keep keys and values on disk (policy.cache)" if share[1] else ""
         return InfeasibleError(
             f"offload needs {mib(needed)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {fewest} "
             f"sequences of {self._request.max_sequence} tokens (work {mib(self._activations.bytes(fewest))}, ring "
-            f"{mib(self._ring)}, other {mib(self._other)}), and {mib(blocks * self._block_bytes)} for their cache "
-            f"there or in host memory; the limits leave {mib(max(0, self._device))} and {mib(self._host)}; "
-            + self._hint("use larger limits", self._policy.weights is not None),
+            f"{mib(self._ring)}, cache {mib(kv.device_bytes)}, other {mib(self._other)}), and {mib(needed_on_host)} of "
+            f"host memory (cache {mib(kv.host_bytes)}); the limits leave {mib(max(0, self._device))} and "
+            f"{mib(self._host)}; " + self._hint("use larger limits", fixed) + elsewhere,
             {tier: short for tier, short in missing.items() if short > 0},
         )

@@ -2,11 +2,11 @@
 
 from engines.offload.memory.layout import aligned
 from engines.offload.memory.storage import Storage
-from harness.api import ModelShape
+from harness.api import ModelShape, OffloadPolicy
 
 #: Tokens of a block. Each sequence wastes half a block on average; each block costs a block table entry.
 BLOCK_SIZE = 8
-#: Layers staged at once of KV blocks that live on disk or in host memory: the one being attended to, and the next.
+#: Stages for KV blocks that live on disk or in host memory: of the batch that attends in a layer, and of the next.
 STAGES = 2
 #: Bytes of a piece of pinned memory that holds consecutive blocks: larger copies are no faster.
 _PIECE = 16 << 20
@@ -20,6 +20,14 @@ def blocks_for(tokens: int) -> int:
 def kv_block_bytes(shape: ModelShape, stored: Storage) -> int:
     """Bytes of one KV block: keys and values of all layers."""
     return BLOCK_SIZE * 2 * shape.num_layers * shape.num_kv_heads * stored.row_bytes(shape.head_dim)
+
+
+def stage_blocks(policy: OffloadPolicy, offloaded: int, longest: int) -> int:
+    """Blocks of a stage for so many offloaded ones: those of one batch, of sequences of `longest` tokens at most. Which
+    of a sweep's are in which batch only a pass tells."""
+    if policy.schedule == "sweep":
+        return offloaded
+    return min(offloaded, policy.gpu_batch_size * blocks_for(longest))
 
 
 def record_bytes(shape: ModelShape, stored: Storage) -> int:

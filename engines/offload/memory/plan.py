@@ -82,6 +82,8 @@ class MemoryPlan:
     note: the plan in words, for reports.
     tokens_per_s: tokens generated a second by the rates that the plan was made with; 0 without any.
     pinned: indices of the tiles held in pinned host memory; `pinned_bytes` is all of that memory.
+    stage_blocks, pinned_stage_blocks: blocks of a stage on a device for those below it, and in pinned memory for those
+        on disk.
     """
 
     kv_blocks: int
@@ -97,6 +99,8 @@ class MemoryPlan:
     note: str
     tokens_per_s: float = 0.0
     host_kv_blocks: int = 0
+    stage_blocks: int = 0
+    pinned_stage_blocks: int = 0
     pinned: frozenset[int] = frozenset()
     pinned_bytes: int = 0
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.weights.gemm import GemmBackend, with_plain_panels
 from engines.offload.weights.kept_choices import KeptChoices
 from engines.offload.weights.kept_usage import KeptUsage
-from harness.api import DTYPE_BYTES, InfeasibleError
+from harness.api import DTYPE_BYTES, Dtype, InfeasibleError
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Option:
 def options(request: LoadRequest, backend: Backend) -> list[Option]:
     """All ways that fit. Raises InfeasibleError, with the numbers of the last, where none does."""
     layers, outside, cached = storages(request.model.dtype, request.policy)
-    model_of = cache(lambda dtype: MetaModel(Path(request.model.path), request.model.shape, getattr(torch, dtype)))
+    model_of = cache(partial(_meta_model, request))
     found: list[Option] = []
     refusal = None
     for gemms in backend.choose_gemms(layers, outside):
@@ -51,7 +51,7 @@ def options(request: LoadRequest, backend: Backend) -> list[Option]:
         meta_model = model_of(gemm.dtype)
         backend.require(meta_model)
         tiles = model_tiles(meta_model.matrices, gemm.stored, gemms[outside].stored, backend.tile_values)
-        compute_bytes, policy, job, shape = DTYPE_BYTES[gemm.dtype], request.policy, request.job, request.model.shape
+        compute_bytes, policy, job, shape = DTYPE_BYTES[gemm.dtype], request.policy, request.job, request.shape
         attention_bytes = backend.kernels.attention_memory(
             cached, shape, job.max_sequence, compute_bytes, policy.value_sparsity < 1
         )
@@ -110,6 +110,12 @@ def with_tiles(
         for stored, gemm in gemms.items()
     )
     return replace(needs, tiles=tiles, cast_bytes=cast_bytes)
+
+
+def _meta_model(request: LoadRequest, dtype: Dtype) -> MetaModel:
+    path, shape, compute = Path(request.model.path), request.model.shape, getattr(torch, dtype)
+    whole = MetaModel(path, shape, compute)
+    return whole if request.stage is None else MetaModel(path, shape, compute, (request.stage, whole.flow))
 
 
 def _holds_all(option: Option, request: LoadRequest) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from engines.common.json_schema import Constraint, constraints
 from engines.common.requests import decoder
 from engines.offload.admission import AverageLength
-from engines.offload.model_runner import ModelRunner
+from engines.offload.model_runner import Flight, ModelRunner, Share
 from engines.offload.prefill_budget import make_scheduler
 from engines.offload.scheduler import Scheduler
 from engines.offload.sequence import Generation
@@ -29,21 +29,24 @@ _FEW_LOGITS = 3
 
 
 class Session:
-    """The requests that one scheduler serves, by the methods of harness.api.OnlineEngine; it lives on the cache and the
-    passes of `runner`.
+    """The requests that one scheduler serves, by the methods of harness.api.OnlineEngine; it lives on the KV blocks of
+    a `share` and the passes of `runner`.
 
     `budget`: prompt tokens of a pass beside so many decode rows. `average`: the length by which requests are admitted;
     None for the longest that each may have.
     """
 
-    def __init__(self, runner: ModelRunner, budget: Callable[[int], int], average: AverageLength | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, share: Share, budget: Callable[[int], int], average: AverageLength | None = None
+    ) -> None:
         loaded = runner.loaded
         self._runner = runner
         self._scheduler: Scheduler[Generation] = make_scheduler(
-            [], loaded.cache, loaded.policy, loaded.plan, budget, loaded.plan.chunk,
+            [], share.blocks, share.policy, share.plan, budget, share.plan.chunk,
             # what the plan has for a token of each sequence; log-probabilities of prompts share it
             max_logits=max(_FEW_LOGITS, loaded.plan.sequences, loaded.policy.gpu_batch_size), average=average,
         )  # fmt: skip
+        self._flight: Flight[Generation] | None = None  # the pass that was begun and has not ended
         self._began = time.monotonic()
         self._submitted: list[GenerationRequest] = []  # since the last step
         self._accepted: dict[str, Generation] = {}
@@ -79,14 +82,35 @@ class Session:
 
         A pass that fails ends the session's requests.
         """
+        return [*self.begin(), *self.finish()]
+
+    @property
+    def flying(self) -> bool:
+        """Whether a pass was begun and has not ended."""
+        return self._flight is not None
+
+    def begin(self) -> list[Event]:
+        """The first half of a step: to the point where a pass is under way, if a request is left."""
         events: list[Event] = [*self._end_cancelled(), *self._accept_submitted()]
-        if not self._accepted:
-            return events
+        if self._accepted:
+            try:
+                self._flight = self._runner.begin_pass(self._scheduler, self.clock)
+            except BaseException:
+                self.close()
+                raise
+        return events
+
+    def finish(self) -> list[Event]:
+        """The second half: ends the pass that was begun, if any."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
         try:
-            advanced = self._runner.run_pass(self._scheduler, self.clock)
+            advanced = self._runner.end_pass(flight, self.clock)
         except BaseException:
             self.close()
             raise
+        events: list[Event] = []
         for sequence, done in advanced:
             request = sequence.request
             events.append(TokenEvent(request.id, sequence.tokens[-1], sequence.times[-1], sequence.last_logprob))
@@ -113,6 +137,7 @@ class Session:
 
     def close(self) -> None:
         """Drops all requests and frees their KV blocks. Idempotent."""
+        self._flight = None
         for sequence in self._accepted.values():
             self._scheduler.finish(sequence)
         self._accepted.clear()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,11 +16,12 @@ from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, WeightStorage
 from engines.offload.model.activation_offload import Activations
 from engines.offload.model.meta_model import MetaModel
+from engines.offload.model.stage import Stage
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.ring import Ring
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import HardwareLimits, Job, LocalModel, OffloadPolicy
+from harness.api import HardwareLimits, Job, LocalModel, ModelShape, OffloadPolicy
 
 #: Ways to multiply by how the policy has weights stored.
 Gemms = dict[WeightStorage, GemmBackend]
@@ -28,12 +29,19 @@ Gemms = dict[WeightStorage, GemmBackend]
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What to load: a checkpoint under a policy, within limits, for a job."""
+    """What to load: a checkpoint, or a stage of it, under a policy, within limits, for a job."""
 
     model: LocalModel
     policy: OffloadPolicy
     limits: HardwareLimits
     job: Job
+    stage: Stage | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of what is loaded."""
+        whole, stage = self.model.shape, self.stage
+        return whole if stage is None else replace(whole, num_layers=stage.last - stage.first)
 
 
 @dataclass(frozen=True)

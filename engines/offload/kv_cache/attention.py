@@ -23,7 +23,8 @@ class AttentionContext:
     """What every attention of a loaded model shares.
 
     `value_topk`: see AttentionSpec. `hadamard` spreads outlier columns of keys and values before they are quantized;
-    None where they are not. `run` executes a task, perhaps beside the products of other batches.
+    None where they are not. `run` executes a task, perhaps beside the products of other batches. `first_layer`: the
+    model's number of the first layer that is loaded.
     """
 
     cache: PagedCache
@@ -33,6 +34,7 @@ class AttentionContext:
     run: Callable[[AttentionTask], torch.Tensor]
     value_topk: float = 1.0
     hadamard: Hadamard | None = None
+    first_layer: int = 0
 
 
 class PackedAttention:
@@ -70,7 +72,7 @@ class PackedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
-        return self.context.run(AttentionTask(self, layer, query, key, value, spec))
+        return self.context.run(AttentionTask(self, layer - self.context.first_layer, query, key, value, spec))
 
     def _slots(self, chunks: Sequence[Chunk]) -> list[Target]:
         """Where the batch's keys and values are written, but for rows that host attention writes."""

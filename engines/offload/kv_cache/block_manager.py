@@ -5,7 +5,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -31,15 +31,19 @@ class BlockManager:
     The last `offloaded` block numbers are of blocks that live elsewhere, and of these the `last` ones farthest. Allocation
     keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and takes the
     farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
+
+    `part`, (i, n), manages only the i-th of n equal parts of them.
     """
 
-    def __init__(self, num_blocks: int, offloaded: int = 0, last: int = 0) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, offloaded: int = 0, last: int = 0, part: tuple[int, int] = (0, 1)) -> None:
         self._offloaded_fraction = offloaded / max(1, num_blocks)
         self._first = (0, num_blocks - offloaded, num_blocks - last, num_blocks)  # of each tier
-        self._ref_counts = [0] * num_blocks
+        tiers = [_part(range(*bounds), *part) for bounds in pairwise(self._first)]
+        self._sizes = [*map(len, tiers)]
+        self.num_blocks = sum(self._sizes)
+        self._ref_counts = dict.fromkeys(chain(*tiers), 0)
         #: By tier: blank blocks first, then cached ones, the least recently used first.
-        self._free = tuple(OrderedDict.fromkeys(range(*bounds)) for bounds in pairwise(self._first))
+        self._free = tuple(map(OrderedDict.fromkeys, tiers))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -51,7 +55,7 @@ class BlockManager:
     @property
     def num_used(self) -> tuple[int, int, int]:
         """Blocks that some sequence holds: where attention computes, offloaded, and of the last ones."""
-        near, lower, last = (b - a - len(free) for (a, b), free in zip(pairwise(self._first), self._free, strict=True))
+        near, lower, last = (size - len(free) for size, free in zip(self._sizes, self._free, strict=True))
         return near, lower, last
 
     def allocate(self, count: int) -> list[int]:
@@ -124,6 +128,10 @@ class BlockManager:
         offloaded = sum(lower) + 0.5 < self._offloaded_fraction * (near + sum(lower) + 1)
         order = (1, 2, 0) if offloaded else (0, 1, 2)
         return next(tier for tier in order if self._free[tier])
+
+
+def _part(blocks: range, number: int, count: int) -> range:
+    return blocks[len(blocks) * number // count : len(blocks) * (number + 1) // count]
 
 
 def extend_block_hashes(tokens: Sequence[int], hashes: list[bytes], until: int) -> None:

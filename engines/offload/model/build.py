@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from engines.common.requests import special_tokens
 from engines.offload.kernels import AttentionSpec
 from engines.offload.model.hooks import DRY_RUN
+from engines.offload.model.stage import Stage
 from engines.offload.weights.gemm import padded_output
 from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
@@ -98,22 +99,25 @@ class DryPass:
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
-    def problem(self, shape: ModelShape, logits: torch.Tensor) -> str:
-        """Why the engine cannot serve a model that did this and returned `logits` for one row; empty if it can."""
+    def problem(self, shape: ModelShape, logits: torch.Tensor, stage: Stage | None = None) -> str:
+        """Why the engine cannot serve a model, or a stage of it, that did this and returned `logits` for one row, or
+        hidden states for two; empty if it can."""
         if unused := set(self._outputs).difference(*self.joins):
             return f"{min(unused)} is not used in every pass"
         if sum(map(len, self.joins)) != len(self._outputs):
             return "a matrix is used twice in a pass"
-        if sorted(self._layers) != list(range(shape.num_layers)):
+        layers = range(shape.num_layers) if stage is None else range(stage.first, stage.last)
+        if sorted(self._layers) != list(layers):
             return (
-                f"{len(self._layers)} attention calls reached the hook, {shape.num_layers} layers should make one each"
+                f"{len(self._layers)} attention calls reached the hook, {len(layers)} layers should make one each"
             )
         kv = (shape.num_kv_heads, shape.head_dim)
         expected = (shape.num_heads, shape.head_dim, *kv, *kv)
         if self._shapes != {expected}:
             return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
-        if tuple(logits.shape) != (1, shape.vocab):
-            return f"one row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
+        expected_logits = (1, shape.vocab) if stage is None or stage.is_last else (2, shape.hidden)
+        if tuple(logits.shape) != expected_logits:
+            return f"one row gave logits {list(logits.shape)} instead of {list(expected_logits)}"
         return ""
 
     def gemm(

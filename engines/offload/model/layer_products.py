@@ -39,13 +39,20 @@ class PackedBatch:
     """Tokens of several sequences, concatenated without padding: ids [tokens] in host memory; where the model computes,
     positions [tokens] and the indices of tokens whose logits are needed.
 
-    `ahead`: by matrix, products that were computed before the model asks for them, and their input."""
+    `hidden`: what enters a stage of a pipeline but the first, [tokens, hidden]. `ahead`: by matrix, products that were
+    computed before the model asks for them, and their input."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     logits_indices: torch.Tensor
     attention: Attention
+    hidden: torch.Tensor | None = None
     ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def entering(self) -> torch.Tensor:
+        """What enters a stage, as layers take it: [1, tokens, hidden]."""
+        assert self.hidden is not None
+        return self.hidden[None]
 
 
 #: The current batch; each batch runs in a greenlet, and so in a context, of its own.
@@ -61,10 +68,12 @@ class LayerProducts:
         self._join_of: Mapping[str, Sequence[str]] = {}  # by its first matrix
         self._linears: dict[str, Any] = {}  # by matrix
 
-    def learn(self, dry: DryPass) -> None:
-        """What the dry pass found: which matrices multiply the same input, and which come after the last attention."""
+    def learn(self, dry: DryPass, ends_in_logits: bool = True) -> None:
+        """What the dry pass found: which matrices multiply the same input, and which come after the last attention, so
+        that only rows with logits need them; all rows do where the pass ends in hidden states."""
         self._join_of = {join[0]: join for join in dry.joins}
-        self._after_attention = frozenset(chain.from_iterable(dry.joins[dry.attends[-1] :]))
+        if ends_in_logits:
+            self._after_attention = frozenset(chain.from_iterable(dry.joins[dry.attends[-1] :]))
 
     def replace_linear(self, module: Any, name: str, shape: tuple[int, ...]) -> Matrix:
         transposed = isinstance(module, Conv1D)

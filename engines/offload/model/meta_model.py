@@ -5,7 +5,8 @@ parameters (norms, biases) are bound once and embeddings to mapped tables. Every
 charge for its product (`LayerProducts`), and every attention goes to the `Attention` of the current batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD
 from engines.offload.model.layer_products import LayerProducts, PackedBatch, Weights, current_batch
 from engines.offload.model.row_by_row import RowByRow
+from engines.offload.model.stage import LayerFlow, Stage, StageEnd, cut
 from harness.api import ModelShape, UnsupportedError, first_line
 
 
@@ -30,11 +32,14 @@ class MetaModel:
     `matrices` are in order of use. `joins` are their names, those together that multiply the same input one after the
     other; `attends` says how many of these come before each attention. `tables` are embeddings [entries, width],
     `small` all other parameters. `eos` are the tokens that end a sequence, `bos` begins one; `module`
-    is transformers' own. Raises UnsupportedError, with the reason, for a model that the hooks cannot run or that is not
-    of `shape`.
+    is transformers' own. `flow` tells how layers hand on what they computed; `part`, a stage and the flow of the whole
+    model, leaves only what the stage needs. Raises UnsupportedError, with the reason, for a model that the hooks cannot
+    run or that is not of `shape`.
     """
 
-    def __init__(self, path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, shape: ModelShape, dtype: torch.dtype, part: tuple[Stage, LayerFlow] | None = None
+    ) -> None:
         config = load_config(path)
         self.module = build_on_meta(config, dtype)
         self._kind = config.model_type
@@ -45,7 +50,13 @@ class MetaModel:
         self.eos, self.bos = stop_and_begin_tokens(path, config, shape.vocab)
         self._layers = LayerProducts()
         self._shape = shape
+        self._stage = None if part is None else part[0]
+        self.flow = LayerFlow() if part is None else part[1]
+        if self._stage is not None:
+            self.flow.require(self._kind)
+            cut(self._all_layers(), self._stage, self.flow, lambda: current_batch.get().entering())
         self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._unused: dict[str, tuple[nn.Module, tuple[int, ...]]] = {}
         matrices: dict[str, Matrix] = {}
         self.tables: dict[str, tuple[int, int]] = {}
         self.small: dict[str, tuple[int, ...]] = {}
@@ -57,6 +68,8 @@ class MetaModel:
                     matrices |= {
                         m.name: m for m in self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
                     }
+                elif not self._needs(name):
+                    self._unused[name] = (module, tuple(parameter.shape))
                 elif leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
                     matrices[name] = self._layers.replace_linear(module, name, tuple(parameter.shape))
                 elif isinstance(module, nn.Embedding):
@@ -73,14 +86,22 @@ class MetaModel:
         dry = self._dry_pass(matrices)
         self.joins, self.attends, self.has_windows = dry.joins, dry.attends, dry.has_windows
         self.matrices = [matrices[name] for join in dry.joins for name in join]
-        self._layers.learn(dry)
+        self._layers.learn(dry, ends_in_logits=self._stage is None or self._stage.is_last)
+        if self._stage is None:
+            outside = [{name for name in join if not matrices[name].in_layer} for join in dry.joins]
+            before, after = outside[: dry.attends[0]], outside[dry.attends[-1] :]
+            self.flow.outside_before, self.flow.outside_after = (frozenset(chain(*names)) for names in (before, after))
         embedding = self.module.get_input_embeddings()
         self.token_table = next((name for name, (owner, _) in self._owners.items() if owner is embedding), "")
         require_small(self._kind, self.module, self.small)
         self.module.set_attn_implementation(OFFLOAD)
 
     def layers(self) -> Sequence[nn.Module]:
-        """The decoder layers. Raises UnsupportedError where they are no plain list."""
+        """The decoder layers, those of the stage. Raises UnsupportedError where they are no plain list."""
+        layers, stage = self._all_layers(), self._stage
+        return layers if stage is None else layers[stage.first : stage.last]
+
+    def _all_layers(self) -> Sequence[nn.Module]:
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
         layers = [m for m in lists if len(m) == self._shape.num_layers]
         if len(layers) != 1:
@@ -108,6 +129,11 @@ class MetaModel:
             if reproducible and tensor.dim() == 2:
                 placed = placed.to(self.dtype).as_subclass(RowByRow)
             self._put(name, placed)
+        for name, (module, shape_) in self._unused.items():
+            if name == self.token_table:  # looked up by the host
+                module.forward = _zeros_of_tokens(shape_[1], self.dtype, device.where)
+            else:
+                self._put(name, torch.zeros(1, dtype=self.dtype, device=device.where).expand(shape_))
         for module in self.module.modules():
             real = {leaf: buffer for leaf, buffer in module._buffers.items() if buffer is not None}
             module._buffers.update({leaf: buffer.to(device.where) for leaf, buffer in real.items()})
@@ -117,16 +143,33 @@ class MetaModel:
         self._layers.weights = weights
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [rows of logits_indices, vocabulary] of one pass, in the compute dtype."""
+        """Logits [rows of logits_indices, vocabulary] of one pass, in the compute dtype; of a stage but the last, its
+        hidden states [tokens, hidden]."""
         current_batch.set(batch)
-        output = self.module(
-            input_ids=batch.ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logits_indices,
-            offload_attention=batch.attention,
-        )
+        try:
+            output = self.module(
+                input_ids=batch.ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_indices,
+                offload_attention=batch.attention,
+            )
+        except StageEnd as end:
+            return end.hidden[0]
         return torch.as_tensor(output.logits[0])
+
+    def _needs(self, name: str) -> bool:
+        """Whether the stage needs a parameter outside of its layers: embeddings only the first, the head the last."""
+        stage, flow = self._stage, self.flow
+        if stage is None:
+            return True
+        if name in flow.outside_before or self._is_table_outside(name):
+            return stage.is_first
+        return stage.is_last or name not in flow.outside_after
+
+    def _is_table_outside(self, name: str) -> bool:
+        module, _ = self._owners[name]
+        return isinstance(module, nn.Embedding) and not any(part.isdigit() for part in name.split("."))
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
@@ -148,15 +191,43 @@ class MetaModel:
             self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
         for name, small in self.small.items():
             self._put(name, torch.zeros((), dtype=self.dtype).expand(small))
+        for name, (module, shape) in self._unused.items():
+            self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
+            if not isinstance(module, nn.Embedding):
+                module.forward = _zeros(shape[1] if isinstance(module, Conv1D) else shape[0])
         self.use(dry)
         two = torch.arange(2)
+        entering = torch.zeros(2, self._shape.hidden, dtype=self.dtype)
+        end = self._watched()
         try:
-            logits = self(PackedBatch(two, two, two[1:], dry))
+            logits = self(PackedBatch(two, two, two[1:], dry, entering))
         except UnsupportedError as exc:
             raise UnsupportedError(f"{self._kind}: {exc}") from exc
         except Exception as exc:  # whatever a model does that the hooks do not cover
             words = f"{type(exc).__name__}: {first_line(exc)}"
             raise UnsupportedError(f"{self._kind}: a packed pass fails ({words})") from exc
-        if problem := dry.problem(self._shape, logits):
+        finally:
+            end()
+        if problem := dry.problem(self._shape, logits, self._stage):
             raise UnsupportedError(f"{self._kind}: {problem}")
         return dry
+
+    def _watched(self) -> Callable[[], None]:
+        """Lets `flow` watch the layers of a whole model."""
+        if self._stage is not None:
+            return lambda: None
+        try:
+            return self.flow.watch(self._all_layers())
+        except UnsupportedError as exc:
+            self.flow.other = str(exc)
+            return lambda: None
+
+
+def _zeros(outputs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A linear layer before a stage that is not the first: what it computes, the stage's first layer drops."""
+    return lambda x: x.new_zeros(*x.shape[:-1], outputs)
+
+
+def _zeros_of_tokens(width: int, dtype: torch.dtype, where: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An embedding before such a stage."""
+    return lambda ids: torch.zeros(*ids.shape, width, dtype=dtype, device=where)

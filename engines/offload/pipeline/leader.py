@@ -1,0 +1,120 @@
+"""The rank that schedules: it announces each pass to the others, runs the last stage, and samples.
+
+The sequences that run are divided into groups, each with a scheduler and KV blocks of its own, and the passes of all
+groups are under way at a time: while one group is in one stage, another is in the next.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.loaded_model import LoadedModel
+from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.model.stage import Stage
+from engines.offload.model_runner import Flight, ModelRunner, Share
+from engines.offload.pipeline.follower import REPORTED
+from engines.offload.pipeline.links import END, PASS, Links, LostRankError
+from engines.offload.pipeline.messages import PassMessage
+from engines.offload.scheduler import Scheduler
+from engines.offload.scoring import Scoring
+from engines.offload.sequence import Generation
+from harness.api import HarnessError
+
+S = TypeVar("S", Generation, Scoring)
+
+
+class PipelineRunner(ModelRunner):
+    """Runs passes of a model whose last `stage` is `loaded` here.
+
+    `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, links: Links, stage: Stage, groups: int, why_lost: Callable[[], str]
+    ) -> None:
+        super().__init__(loaded, stage.first)
+        self._links = links
+        self._why_lost = why_lost
+        self._broken = False
+        plan, policy, cache = loaded.plan, loaded.policy, loaded.cache
+        have = (plan.disk_kv_blocks, 0) if loaded.device.where.type == "cpu" else (
+            plan.host_kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)  # fmt: skip
+        part_policy = replace(policy, gpu_batch_size=-(-policy.gpu_batch_size // groups))
+        part_plan = replace(plan, sequences=-(-plan.sequences // groups))
+        self._shares = [
+            Share(BlockManager(cache.num_blocks, *have, part=(i, groups)), part_policy, part_plan)
+            for i in range(groups)
+        ]
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        return self._shares
+
+    def close(self) -> None:
+        if not self._broken:
+            self._links.announce(END)
+            self._broken = True
+
+    def score(self, sequences: Sequence[Scoring], prefill_chunk: int, max_logits: int) -> Iterator[Scoring]:
+        self._forget_prefixes()  # all blocks are one scheduler's now
+        try:
+            yield from super().score(sequences, prefill_chunk, max_logits)
+        finally:
+            self._forget_prefixes()
+
+    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
+        if self._broken:
+            raise HarnessError("the pipeline has lost a rank: load the model again")
+        flight = super().begin_pass(scheduler, clock)
+        ids = [t for b in flight.batches for c in b for t in c.sequence.tokens[c.cached : c.cached + c.count]]
+        with self._naming():
+            self._links.announce(PASS, PassMessage(flight.batches, ids).encoded())
+        return flight
+
+    def reports(self) -> list[dict[str, float]]:
+        """What each other rank did since it was last asked; see follower.REPORTED."""
+        with self._naming():
+            return [dict(zip(REPORTED, values, strict=True)) for values in self._links.reports(len(REPORTED))]
+
+    def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
+        loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
+        began = time.perf_counter()
+        with self._naming():
+            hidden = self._links.receive_hidden(sum(rows), loaded.model.shape.hidden, loaded.meta_model.dtype)
+        loaded.timeline.add("wait", "for the stage before", began, time.perf_counter())
+        return [loaded.device.upload(part) for part in torch.split(hidden, rows)]
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        self.loaded.cache.reset_prefix_cache()
+        for share in self._shares:
+            share.blocks.reset_prefix_cache()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Says which rank was lost, and why. What is under way cannot be gone on with."""
+        try:
+            yield
+        except LostRankError as exc:
+            self._broken = True
+            raise HarnessError(f"the pipeline has ended: {self._why_lost() or exc}") from exc
+
+
+def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool) -> int:
+    """How many groups of sequences are under way: one for each rank, where each gets the blocks of a sequence of
+    `longest` tokens and one of `batch` sequences.
+
+    Where weights stream, a stage reads its own for each group's pass: as often as one machine would read all of them for
+    one pass of everybody. One group then has all ranks read at the same time, each its part, ahead of the pass.
+    """
+    if streams:
+        return 1
+    return max(1, min(ranks, batch, blocks // blocks_for(longest)))

@@ -1,0 +1,56 @@
+"""What the leader tells the other ranks of a pass, as numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from engines.offload.kv_cache.block_manager import Chunk
+from engines.offload.memory.kv_blocks import blocks_for
+
+
+@dataclass(frozen=True)
+class PassChunk(Chunk):
+    """A part of a sequence; see Chunk."""
+
+    count: int
+    cached: int
+    block_table: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PassMessage:
+    """A pass: its batches' chunks, and the ids of all of their tokens, batch by batch."""
+
+    batches: Sequence[Sequence[PassChunk]]
+    ids: Sequence[int]
+
+    @property
+    def rows(self) -> list[int]:
+        """Tokens of each batch."""
+        return [sum(chunk.count for chunk in batch) for batch in self.batches]
+
+    def encoded(self) -> torch.Tensor:
+        """int32: the number of batches; of each the number of chunks; of each chunk its count, its cached tokens and
+        its block table's length; all tables; the ids."""
+        chunks = [chunk for batch in self.batches for chunk in batch]
+        tables = [list(chunk.block_table[: blocks_for(chunk.cached + chunk.count)]) for chunk in chunks]
+        numbers = [len(self.batches), *map(len, self.batches)]
+        for chunk, table in zip(chunks, tables, strict=True):
+            numbers += [chunk.count, chunk.cached, len(table)]
+        return torch.tensor([*numbers, *(block for table in tables for block in table), *self.ids], dtype=torch.int32)
+
+    @classmethod
+    def decoded(cls, numbers: torch.Tensor) -> "PassMessage":
+        """The inverse of `encoded`."""
+        values = numbers.tolist()
+        sizes = values[1 : 1 + values[0]]
+        start = 1 + values[0]
+        heads = [values[start + 3 * i : start + 3 * i + 3] for i in range(sum(sizes))]
+        start += 3 * len(heads)
+        ends = list(accumulate((length for _, _, length in heads), initial=start))
+        chunks = [PassChunk(count, cached, values[a:b]) for (count, cached, _), a, b in zip(heads, ends, ends[1:], strict=True)]  # fmt: skip
+        cuts = list(accumulate(sizes, initial=0))
+        batches = [chunks[a:b] for a, b in zip(cuts, cuts[1:], strict=True)]
+        return cls(batches, values[ends[-1] :])

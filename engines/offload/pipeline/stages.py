@@ -1,0 +1,56 @@
+"""Which rank of a pipeline has which layers.
+
+Stages follow each other on ranks 1, 2, ..., and the last one is rank 0's: it schedules, and has the logits where it
+needs them. What goes back to the first stage is a token id for each sequence, with the next pass.
+"""
+
+from collections.abc import Sequence
+
+from engines.offload.model.stage import Stage
+from harness.api import HarnessError, ModelShape
+
+
+def stage_of(rank: int, ranks: int) -> int:
+    """The number of a rank's stage."""
+    return ranks - 1 if rank == 0 else rank - 1
+
+
+def rank_of(stage: int, ranks: int) -> int:
+    """The rank of a stage."""
+    return 0 if stage == ranks - 1 else stage + 1
+
+
+def stages(shape: ModelShape, ranks: int) -> list[Stage]:
+    """The stages in their order, so that the one with most weights has as few as possible; the head counts as a part
+    of a layer. Raises HarnessError where a stage would have no layer."""
+    if ranks > shape.num_layers:
+        raise HarnessError(
+            f"policy.pipeline: {ranks} stages for {shape.num_layers} layers; each needs one, so use at most as many"
+        )
+    head = shape.head_params / shape.params_per_layer
+    costs = [1.0] * (shape.num_layers - 1) + [1.0 + head]
+    ends = evenly(costs, ranks)
+    return [Stage(first, last, shape.num_layers) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def evenly(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to end each of so many non-empty runs of `costs`, so that the largest sum is as small as possible.
+
+    Dynamic programming over (parts left, first index); exact.
+    """
+    count = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[k][i]: the smallest largest sum of costs[i:] in k runs, and where the first of them ends
+    best = {(1, i): (sums[count] - sums[i], count) for i in range(count)}
+    for k in range(2, parts + 1):
+        for i in range(count - k + 1):
+            best[k, i] = min(
+                (max(sums[end] - sums[i], best[k - 1, end][0]), end) for end in range(i + 1, count - k + 2)
+            )
+    ends, start = [], 0
+    for k in range(parts, 0, -1):
+        start = best[k, start][1]
+        ends.append(start)
+    return ends

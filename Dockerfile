@@ -65,6 +65,11 @@ ARG ENVIRONMENT=offload
 ARG CODE=unknown
 LABEL offload-harness.environment=${ENVIRONMENT} offload-harness.code=$CODE
 
+# `harness serve` on all of the container's addresses: publish its port where you want it reached
+FROM worker AS serve
+EXPOSE 8000
+ENTRYPOINT ["python3", "-P", "-m", "harness", "serve", "--host", "0.0.0.0"]
+
 # HELM asks its questions and judges the answers in an interpreter of its own (HARNESS_HELM_PYTHON): no worker is in it
 FROM base AS helm
 COPY --from=packages /opt/engine /opt/engine

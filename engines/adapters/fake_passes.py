@@ -127,6 +127,8 @@ class Passes:
             preemptions=0,
             passes=self._passes,
             pass_s=self.clock(),
+            rows=self._tokens,
+            task_s={"products": self.clock()},
         )
 
     def _refusal(self, request: api.GenerationRequest) -> api.RefusedEvent | None:

@@ -27,9 +27,17 @@ class RunCounts:
     """What passes since the load added up to; see harness.api.OnlineStats."""
 
     passes: int = 0
+    rows: int = 0
     pass_s: float = 0.0
+    task_s: dict[str, float] = field(default_factory=dict)
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+
+    def add_tasks(self, seconds: Mapping[str, float]) -> None:
+        """Adds what a pass took by task, named as in a timeline."""
+        for task, taken in seconds.items():
+            name = task.removeprefix("task_")
+            self.task_s[name] = self.task_s.get(name, 0.0) + taken
 
 
 @dataclass(frozen=True, kw_only=True)

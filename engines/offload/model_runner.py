@@ -123,9 +123,11 @@ class ModelRunner:
             self._reset()
             raise
         seconds = time.monotonic() - began
+        rows = sum(chunk.count for batch in batches for chunk in batch)
         counts.passes += 1
+        counts.rows += rows
         counts.pass_s += seconds
-        self.pass_model.observe(sum(chunk.count for batch in batches for chunk in batch), seconds)
+        self.pass_model.observe(rows, seconds)
         return advanced
 
     def _run(
@@ -141,7 +143,7 @@ class ModelRunner:
         with torch.inference_mode():
             logits = self._executor.run([self._pack(batch, i) for i, batch in enumerate(batches)])
             logits = [loaded.device.download(rows) for rows in logits]
-            loaded.timeline.end_pass(sum(chunk.count for chunk in chunks))
+            loaded.counts.add_tasks(loaded.timeline.end_pass(sum(chunk.count for chunk in chunks)).tasks)
             now = clock()
             advanced = []
             for batch, rows in zip(batches, logits, strict=True):

@@ -92,7 +92,7 @@ class Timeline:
             rows,
             sum(s.end_s - s.start_s for s in lanes["wait"]),
             union_length((s.start_s, s.end_s) for s in [*lanes["load"], *lanes["cache"]]),
-            _tasks(lanes),
+            {task: s for task, s in _tasks(lanes).items() if self._clock is None or task in _TIMED},
         )
         self.count(sums)
         return sums
@@ -122,7 +122,7 @@ class Timeline:
             "passes": float(self.passes),
             "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
             "shared_prompt_tokens": float(self.shared_tokens),
-            **{f"{task}_s": seconds for task, seconds in self.tasks.items() if self._clock is None or task in _TIMED},
+            **{f"{task}_s": seconds for task, seconds in self.tasks.items()},
         }
         if self._clock is None:
             metrics |= {"disk_busy_s": self.load_s, "disk_wait_s": self.wait_s}

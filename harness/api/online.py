@@ -5,7 +5,7 @@ One thread calls an engine. Times are seconds on the engine's own clock, which `
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from harness.api.engine import Engine, GenerationRequest, GenerationResult, TokenLogprob
@@ -68,7 +68,8 @@ class OnlineStats:
     `waiting` and `running` requests are those of `pending`. KV blocks are counted by tier (`device`, `host`, `disk`:
     those that the engine has). `prefix_hit_tokens`: prompt tokens that were not computed since a cache had their keys
     and values. `preemptions`: how often a running request lost its KV blocks to an older one. `pass_s`: seconds that
-    all `passes` took together. `kv_store`: where the engine has one.
+    all `passes` took together, for `rows` tokens, and `task_s` by what was at work, as far as the engine knows; tasks
+    overlap. `kv_store`: where the engine has one.
     """
 
     waiting: int
@@ -80,6 +81,8 @@ class OnlineStats:
     passes: int
     pass_s: float
     kv_store: KVStoreStats | None = None
+    rows: int = 0
+    task_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

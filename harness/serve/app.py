@@ -23,6 +23,7 @@ from harness.serve.origins import is_foreign, is_loopback
 from harness.serve.requests import RequestError, no_model, parse, requests_for
 from harness.serve.running import Running
 from harness.serve.served import Served
+from harness.serve.status import PAGE, add_status_routes
 
 #: What a client that is sent away may wait.
 _RETRY_AFTER_S = "5"
@@ -38,6 +39,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     app.add_middleware(_Identified, api_key=served.settings.api_key, loopback=is_loopback(served.settings.host))
     _add_error_handlers(app, metrics)
     _add_information(app, served, metrics)
+    add_status_routes(app, served, batches)
     if batches is not None:
         add_file_routes(app, batches)
         add_batch_routes(app, batches)
@@ -165,8 +167,8 @@ class _Identified:
         await (self._refusal(scope["path"], headers) or self._app)(scope, receive, named)
 
     def _refusal(self, path: str, headers: Headers) -> Response | None:
-        """The answer to a request that may not be: health checks and scrapers need no key."""
-        if path in ("/health", "/ready", "/metrics"):
+        """The answer to a request that may not be: health checks, scrapers and the page's own files need no key."""
+        if path in ("/health", "/ready", "/metrics", *PAGE):
             return None
         if self._expected is None:
             message = "pages of other sites may not ask: use this server's address, or start it with --api-key"

@@ -2,10 +2,21 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
-from harness.api import Event, FinishedEvent, GenerationRequest, HarnessError, OnlineEngine, OnlineStats, RefusedEvent
+from harness.api import (
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+    HarnessError,
+    OnlineEngine,
+    OnlineStats,
+    RefusedEvent,
+    TokenEvent,
+)
 from harness.common.classify import classify
 
 #: Seconds after which an idle thread looks again whether it shall end.
@@ -23,6 +34,25 @@ class EngineFailure:
 Deliver = Callable[[Event | EngineFailure], None]
 
 
+@dataclass(frozen=True)
+class PendingRequest:
+    """A request that was let in `age_s` seconds ago, and has `tokens` of at most `max_tokens` new ones so far."""
+
+    id: str
+    prompt_tokens: int
+    tokens: int
+    max_tokens: int
+    age_s: float
+
+
+@dataclass
+class _Pending:
+    request: GenerationRequest
+    deliver: Deliver
+    began_s: float
+    tokens: int = 0
+
+
 class EngineLoop:
     """Steps an engine in a thread of its own for as long as anything is pending.
 
@@ -33,12 +63,13 @@ class EngineLoop:
     def __init__(self, engine: OnlineEngine, most_pending: int) -> None:
         self._engine = engine
         self._most_pending = most_pending
-        self._deliver: dict[str, Deliver] = {}  # by the id of a pending request
+        self._pending: dict[str, _Pending] = {}  # by the request's id, in the order in which they came
         self._commands: queue.SimpleQueue[GenerationRequest | str] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._stats = engine.stats()
         self.failure = ""  # why the engine broke
+        self.generated_tokens = 0  # of all requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -50,7 +81,16 @@ class EngineLoop:
     @property
     def pending(self) -> int:
         """Requests that were let in and have not ended."""
-        return len(self._deliver)
+        return len(self._pending)
+
+    def pending_requests(self, most: int) -> list[PendingRequest]:
+        """The pending requests that came first, at most so many."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                PendingRequest(id_, len(p.request.prompt), p.tokens, p.request.sampling.max_tokens, now - p.began_s)
+                for id_, p in islice(self._pending.items(), most)
+            ]
 
     @property
     def closed(self) -> bool:
@@ -65,9 +105,10 @@ class EngineLoop:
                 raise HarnessError(self.failure)
             if self._closed:
                 raise HarnessError("the server is shutting down")
-            if len(self._deliver) + len(requests) > self._most_pending:
+            if len(self._pending) + len(requests) > self._most_pending:
                 return False
-            self._deliver.update((request.id, deliver) for request, deliver in requests)
+            now = time.monotonic()
+            self._pending.update((request.id, _Pending(request, deliver, now)) for request, deliver in requests)
         for request, _ in requests:
             self._commands.put(request)
         return True
@@ -80,7 +121,7 @@ class EngineLoop:
         """Ends the thread; waits for it at most `timeout_s`. Returns whether it has ended."""
         with self._lock:
             self._closed = True
-            left = [] if drain else list(self._deliver)
+            left = [] if drain else list(self._pending)
         for request_id in left:
             self.cancel(request_id)
         self._thread.join(timeout_s)
@@ -96,9 +137,9 @@ class EngineLoop:
             refusal = classify(exc)
             with self._lock:
                 self.failure = f"the engine has failed ({refusal.status}): {refusal.reason}"
-                left, self._deliver = self._deliver, {}
-            for deliver in left.values():
-                deliver(EngineFailure(self.failure))
+                left, self._pending = self._pending, {}
+            for pending in left.values():
+                pending.deliver(EngineFailure(self.failure))
 
     def _take_commands(self) -> bool:
         """Passes requests and cancellations on to the engine, waiting for one where it has nothing to do. False where
@@ -111,7 +152,7 @@ class EngineLoop:
                 if not idle:
                     return True
                 with self._lock:
-                    if self._closed and not self._deliver:
+                    if self._closed and not self._pending:
                         return False
                 continue
             if isinstance(command, str):
@@ -123,7 +164,10 @@ class EngineLoop:
         request_id = event.result.id if isinstance(event, FinishedEvent) else event.id
         if isinstance(event, FinishedEvent | RefusedEvent):
             with self._lock:
-                deliver = self._deliver.pop(request_id)
+                pending = self._pending.pop(request_id)
         else:
-            deliver = self._deliver[request_id]
-        deliver(event)
+            pending = self._pending[request_id]
+        if isinstance(event, TokenEvent):
+            pending.tokens += 1
+            self.generated_tokens += 1
+        pending.deliver(event)

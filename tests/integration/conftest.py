@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -165,6 +166,19 @@ def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium. Where there is none CI fails, and everyone else is told."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Chromium here: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

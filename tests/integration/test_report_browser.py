@@ -5,9 +5,7 @@ Needs Debian's chromium and Playwright. `HARNESS_SCREENSHOTS=FOLDER` keeps what 
 
 import itertools
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +21,6 @@ from tests.records import PROVENANCE, cell, demo, failed, hostile_records, recor
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DRAWN = "html[data-charts=drawn]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Chromium here: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Opened:

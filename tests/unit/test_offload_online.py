@@ -136,7 +136,8 @@ def test_a_cancelled_request_gives_back_its_blocks_in_the_next_step(model, cache
         engine.submit(api.GenerationRequest(f"r{number}", (5, 6, number), api.SamplingParams(30, ignore_eos=True)))
     engine.step()
     before, stats = used(engine), engine.stats()
-    assert (stats.running, stats.waiting, stats.passes) == (2, 0, 1)
+    assert (stats.running, stats.waiting, stats.passes, stats.rows) == (2, 0, 1, 6)
+    assert 0 < stats.task_s["products"] < stats.pass_s and 0 < stats.task_s["attention"] < stats.pass_s
     engine.cancel("r2")
     assert engine.pending() == 2
     events = engine.step()

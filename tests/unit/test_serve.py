@@ -204,7 +204,9 @@ def test_metrics_count_requests_tokens_and_times():
     assert 'harness_requests_total{outcome="refused"} 1.0' in lines
     assert 'harness_tokens_total{kind="prompt"} 3.0' in lines and 'harness_tokens_total{kind="generated"} 5.0' in lines
     assert "harness_ttft_seconds_count 1.0" in lines and "harness_tpot_seconds_count 1.0" in lines
-    assert "harness_passes_total 5.0" in lines
+    assert "harness_passes_total 5.0" in lines and "harness_pass_rows_total 5.0" in lines
+    seconds = next(line for line in lines if line.startswith("harness_pass_seconds_total ")).split()[1]
+    assert f'harness_task_seconds_total{{task="products"}} {seconds}' in lines
 
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}

@@ -10,22 +10,20 @@ import torch
 
 from engines.common.requests import decoder, full_sequence
 from engines.offload.admission import AverageLength
-from engines.offload.backend.base import Backend, LoadRequest
-from engines.offload.backend.cuda import CudaBackend
-from engines.offload.backend.host import HostBackend
-from engines.offload.device.cuda import opened
-from engines.offload.device.host import HostDevice
+from engines.offload.backend.base import LoadRequest
+from engines.offload.backend.choice import backend_for
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_store.options import kv_store_options
 from engines.offload.loaded_model import EngineStats, LoadedModel
 from engines.offload.loader import load
-from engines.offload.model_runner import ModelRunner
+from engines.offload.model_runner import ModelRunner, Share
 from engines.offload.open_store import limits_beside_store, open_store
 from engines.offload.pass_model import LatencyBudget
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.refusals import refuse
 from engines.offload.scoring import Scoring
 from engines.offload.session import Session
+from engines.offload.session_groups import SessionGroups
 from harness import api
 
 
@@ -58,7 +56,7 @@ class OffloadEngine(api.OnlineEngine):
         self._kv_store = None if kv_store is None else kv_store_options(kv_store)
         self._attention_units = attention_units
         self._runner: ModelRunner | None = None
-        self._session: Session | None = None  # of the requests that `submit` queues
+        self._session: Session | SessionGroups | None = None  # of the requests that `submit` queues
         self._host_kernels: HostKernels | None = None
         self._resources = ExitStack()  # what `close` must end
 
@@ -86,6 +84,8 @@ class OffloadEngine(api.OnlineEngine):
                     f"options.{option}: schedule {policy.schedule} starts prompts in blocks; use sweep"
                 )
         if self._kv_store is not None:
+            if policy.pipeline > 1:
+                raise api.UnsupportedError("options.kv_store: ranks of a pipeline keep nothing: leave one out")
             limits = limits_beside_store(limits, self._kv_store)
         request = LoadRequest(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
@@ -94,11 +94,14 @@ class OffloadEngine(api.OnlineEngine):
                 torch.set_num_threads(min(threads))
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
             resources.callback(host_kernels.close)
-            backend = self._backend(request, host_kernels, resources)
-            runner = ModelRunner(load(request, backend, host_kernels, resources))
+            if policy.pipeline > 1:
+                runner: ModelRunner = self._pipeline(request, host_kernels, resources)
+            else:
+                backend = backend_for(request, host_kernels, resources, self._attention_units)
+                runner = ModelRunner(load(request, backend, host_kernels, resources))
             if self._kv_store is not None:
                 resources.callback(open_store(self._kv_store, runner.loaded, runner.pass_model.row_s).close)
-            self._runner, self._session = runner, Session(runner, self._online_budget(runner), self._average)
+            self._runner, self._session = runner, self._sessions(runner, self._online_budget)
             self._resources, self._host_kernels = resources.pop_all(), host_kernels
         return self.loaded.report
 
@@ -153,7 +156,7 @@ class OffloadEngine(api.OnlineEngine):
 
     def trace(self) -> api.EngineTrace:
         trace = self.loaded.timeline.trace()
-        return replace(trace, metrics={**trace.metrics, **self.loaded.device.memory()})
+        return replace(trace, metrics={**trace.metrics, **self.loaded.device.memory(), **self._loaded_runner().metrics()})
 
     @property
     def loaded(self) -> LoadedModel:
@@ -174,33 +177,33 @@ class OffloadEngine(api.OnlineEngine):
         if loaded:
             gc.collect()  # modules refer to each other in circles, and the tables that they hold keep a file open each
 
-    def _backend(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> Backend:
-        accelerator = opened(request.limits, self._attention_units)
-        if accelerator is not None:
-            resources.callback(accelerator.close)
-            return CudaBackend(request, host_kernels, accelerator)
-        if self._attention_units is not None:
-            raise api.UnsupportedError(
-                "options.attention_units: there is no device to part without limits.device_memory"
-            )
-        host = HostDevice()
-        resources.callback(host.close)
-        return HostBackend(request, host_kernels, host)
+    def _pipeline(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> ModelRunner:
+        """Loads a stage on every rank."""
+        from engines.offload.pipeline.leader import pipeline_runner
+
+        return pipeline_runner(request, host_kernels, resources, self._attention_units)
+
+    def _sessions(
+        self, runner: ModelRunner, budget: Callable[[ModelRunner, Share], Callable[[int], int]]
+    ) -> Session | SessionGroups:
+        sessions = [Session(runner, share, budget(runner, share), self._average) for share in runner.shares]
+        return sessions[0] if len(sessions) == 1 else SessionGroups(sessions)
 
     def _run_job(
         self, runner: ModelRunner, requests: Sequence[api.GenerationRequest]
     ) -> Iterator[api.GenerationResult]:
         work = [(request.prompt, request.sampling.max_tokens) for request in requests]
+        part = work[: -(-len(work) // len(runner.shares))]  # of those alike, what one scheduler gets
         with runner.exclusive(), runner.one_run():
-            session = Session(runner, runner.job_budget(work, runner.loaded.plan.chunk), self._average)
+            session = self._sessions(runner, lambda _, share: runner.job_budget(part, share.plan.chunk, share))
             try:
                 yield from session.run(requests)
             finally:
                 session.close()
 
-    def _online_budget(self, runner: ModelRunner) -> Callable[[int], int]:
+    def _online_budget(self, runner: ModelRunner, share: Share) -> Callable[[int], int]:
         """Prompt tokens of a pass while requests come: all that memory allows, or what the target leaves time for."""
-        loaded, most = runner.loaded, runner.loaded.plan.chunk
+        loaded, most = runner.loaded, share.plan.chunk
         if self._tpot_target_s is None:
             return PrefillBudget(most, loaded.io_compute_balance_rows, most)
         return LatencyBudget(self._tpot_target_s, most, runner.pass_model)
@@ -211,7 +214,7 @@ class OffloadEngine(api.OnlineEngine):
             raise api.HarnessError(f"engine offload has {pending} submitted requests pending: step until they are done")
         return self._loaded_runner()
 
-    def _loaded_session(self) -> Session:
+    def _loaded_session(self) -> Session | SessionGroups:
         if self._session is None:
             raise api.HarnessError("engine offload has no model loaded")
         return self._session

@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from engines.offload.executor import Executor
 from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
+from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_model import PassModel
 from engines.offload.prefill_budget import PrefillBudget, job_budget, make_scheduler
@@ -19,15 +22,36 @@ from engines.offload.scheduled_chunk import ScheduledChunk, split
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
-from harness.api import GenerationRequest, HarnessError, InfeasibleError
+from harness.api import GenerationRequest, HarnessError, InfeasibleError, OffloadPolicy
 
 S = TypeVar("S", Generation, Scoring)
 
 
-class ModelRunner:
-    """The `loaded` model at work: schedules passes, packs their batches, hands each sequence its logits."""
+@dataclass(frozen=True)
+class Share:
+    """What one scheduler schedules with: KV blocks, and the policy and plan by which it forms passes."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    blocks: BlockManager
+    policy: OffloadPolicy
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True)
+class Flight(Generic[S]):
+    """A pass that was begun: the batches that `scheduler` formed."""
+
+    scheduler: Scheduler[S]
+    batches: list[list[ScheduledChunk[S]]]
+    began_s: float
+
+
+class ModelRunner:
+    """The `loaded` model at work: schedules passes, packs their batches, hands each sequence its logits.
+
+    `first_layer`: the model's number of the first layer that is loaded.
+    """
+
+    def __init__(self, loaded: LoadedModel, first_layer: int = 0) -> None:
         self.loaded = loaded
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
@@ -38,6 +62,7 @@ class ModelRunner:
             run=self._executor.attend,
             value_topk=loaded.policy.value_sparsity,
             hadamard=loaded.hadamard,
+            first_layer=first_layer,
         )
         self.pass_model = PassModel()
         self._busy = False
@@ -61,7 +86,8 @@ class ModelRunner:
         """
         loaded = self.loaded
         prefill_chunk = min(prefill_chunk, loaded.plan.chunk)
-        budget = self.job_budget([(s.tokens, s.steps_left) for s in sequences], prefill_chunk)
+        whole = Share(loaded.cache, loaded.policy, loaded.plan)
+        budget = self.job_budget([(s.tokens, s.steps_left) for s in sequences], prefill_chunk, whole)
         scheduler = make_scheduler(
             sequences, loaded.cache, loaded.policy, loaded.plan, budget, prefill_chunk, max_logits
         )
@@ -83,12 +109,12 @@ class ModelRunner:
             timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
             self.loaded.expert_counts.keep()
 
-    def job_budget(self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int) -> PrefillBudget:
-        """The prefill budget that is best for a job of `work` (known tokens, steps)."""
-        loaded = self.loaded
-        return job_budget(
-            work, loaded.cache.num_blocks, loaded.policy, loaded.plan, loaded.io_compute_balance_rows, prefill_chunk
-        )
+    def job_budget(
+        self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int, share: Share
+    ) -> PrefillBudget:
+        """The prefill budget with which a scheduler of a `share` does a job of `work` (known tokens, steps) best."""
+        balance = self.loaded.io_compute_balance_rows
+        return job_budget(work, share.blocks.num_blocks, share.policy, share.plan, balance, prefill_chunk)
 
     def require_request(self, request: GenerationRequest) -> None:
         """Raises HarnessError for a request that the model cannot run, InfeasibleError for one that the cache can never
@@ -98,18 +124,31 @@ class ModelRunner:
 
     def require_blocks(self, what: str, tokens: int) -> None:
         """Raises InfeasibleError naming `what` if the cache can never hold its `tokens` tokens."""
-        blocks = self.loaded.cache.num_blocks
+        blocks = min(share.blocks.num_blocks for share in self.shares)
         if blocks_for(tokens) > blocks:
             raise InfeasibleError(
                 f"{what}: its {tokens} tokens can never fit a cache of {blocks} blocks; "
                 "give the engine more memory or shorten it"
             )
 
+    @property
+    def shares(self) -> Sequence[Share]:
+        """What schedulers schedule with; the passes of all are under way at a time."""
+        return [Share(self.loaded.cache, self.loaded.policy, self.loaded.plan)]
+
+    def metrics(self) -> dict[str, float]:
+        """What other ranks did since they were last asked; nothing where there are none."""
+        return {}
+
     def run_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         """Forms and runs one pass over the layers; `clock` gives the times of sequences.
 
         Returns the sequences that generated a token or are done, and whether they are.
         """
+        return self.end_pass(self.begin_pass(scheduler, clock), clock)
+
+    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
+        """Forms a pass."""
         loaded, counts, began = self.loaded, self.loaded.counts, time.monotonic()
         before = scheduler.shared_tokens, scheduler.preemptions
         batches = [p for b in scheduler.next_pass(clock()) for p in split(b, loaded.policy.nano_batches)]
@@ -117,31 +156,40 @@ class ModelRunner:
         counts.preemptions += scheduler.preemptions - before[1]
         if not batches:
             raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
+        for chunk in chain.from_iterable(batches):
+            if chunk.sequence.start_s < 0:
+                chunk.sequence.start_s = clock()
+        return Flight(scheduler, batches, began)
+
+    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        """Runs a pass that was begun; returns as `run_pass`."""
+        counts = self.loaded.counts
         try:
-            advanced = self._run(scheduler, batches, clock)
+            advanced = self._run(flight, clock)
         except BaseException:
             self._reset()
             raise
-        seconds = time.monotonic() - began
-        rows = sum(chunk.count for batch in batches for chunk in batch)
+        seconds = time.monotonic() - flight.began_s
+        rows = sum(chunk.count for batch in flight.batches for chunk in batch)
         counts.passes += 1
         counts.rows += rows
         counts.pass_s += seconds
         self.pass_model.observe(rows, seconds)
         return advanced
 
-    def _run(
-        self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], clock: Callable[[], float]
-    ) -> list[tuple[S, bool]]:
-        loaded = self.loaded
+    def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
+        """What enters the loaded layers, of each batch [tokens, hidden]; None where they begin with the embedding."""
+        return [None] * len(flight.batches)
+
+    def _run(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        loaded, scheduler, batches = self.loaded, flight.scheduler, flight.batches
+        entering = self._entering(flight)
         loaded.check_tables()
         chunks = list(chain.from_iterable(batches))
-        for chunk in chunks:
-            if chunk.sequence.start_s < 0:
-                chunk.sequence.start_s = clock()
         loaded.cache.begin(batches)
         with torch.inference_mode():
-            logits = self._executor.run([self._pack(batch, i) for i, batch in enumerate(batches)])
+            packed = [self._pack(batch, i, entering[i]) for i, batch in enumerate(batches)]
+            logits = self._executor.run(packed)
             logits = [loaded.device.download(rows) for rows in logits]
             loaded.counts.add_tasks(loaded.timeline.end_pass(sum(chunk.count for chunk in chunks)).tasks)
             now = clock()
@@ -159,7 +207,9 @@ class ModelRunner:
                         advanced.append((sequence, done))
         return advanced
 
-    def _pack(self, batch: Sequence[ScheduledChunk[S]], number: int) -> PackedBatch:
+    def _pack(
+        self, batch: Sequence[ScheduledChunk[S]], number: int, entering: torch.Tensor | None
+    ) -> PackedBatch:
         ids: list[int] = []
         positions: list[int] = []
         logits_indices: list[int] = []
@@ -174,6 +224,7 @@ class ModelRunner:
             upload(torch.tensor(positions)),
             upload(torch.tensor(logits_indices, dtype=torch.long)),
             PackedAttention(self._attention, batch, number),
+            entering,
         )
 
     def _reset(self) -> None:

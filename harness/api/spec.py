@@ -41,7 +41,8 @@ class OffloadPolicy:
     `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. `compute_dtype`: int8 rounds
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
     arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap` the attention of one runs
-    beside the products of another.
+    beside the products of another. `pipeline`: ranks, each a process with its own limits, that hold a part of the
+    layers each.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -66,6 +67,7 @@ class OffloadPolicy:
     prefill_chunk: int | None = None
     threads: int | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    pipeline: int = 1
 
     @property
     def block_size(self) -> int:
@@ -88,7 +90,7 @@ class OffloadPolicy:
 
     def validate(self) -> None:
         """Raises HarnessError naming the first field that is out of range."""
-        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "nano_batches"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "nano_batches", "pipeline"):
             if getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("prefill_chunk", "threads"):

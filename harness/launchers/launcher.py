@@ -106,7 +106,7 @@ class CellLauncher:
     ) -> api.LaunchResult:
         """The launch itself, within the cell's limits."""
         spec, budget = request.spec, request.spec.limits.host_memory
-        limit = None if budget is None else idle + budget
+        limit = None if budget is None else spec.policy.pipeline * (idle + budget)  # of all ranks together
         work = api.RunCell(spec, request.model, self._cache, time.monotonic(), questions)
         started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))

@@ -6,20 +6,26 @@ groups are under way at a time: while one group is in one stage, another is in t
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
+from engines.offload.backend.base import LoadRequest
+from engines.offload.backend.choice import backend_for
+from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
+from engines.offload.loader import load
 from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.memory.storage import storages
 from engines.offload.model.stage import Stage
 from engines.offload.model_runner import Flight, ModelRunner, Share
 from engines.offload.pipeline.follower import REPORTED
 from engines.offload.pipeline.links import END, PASS, Links, LostRankError
 from engines.offload.pipeline.messages import PassMessage
+from engines.offload.pipeline.processes import Loaded, leading
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -31,23 +37,24 @@ S = TypeVar("S", Generation, Scoring)
 class PipelineRunner(ModelRunner):
     """Runs passes of a model whose last `stage` is `loaded` here.
 
-    `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences.
+    `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences, which share `blocks` KV
+    blocks.
     """
 
     def __init__(
-        self, loaded: LoadedModel, links: Links, stage: Stage, groups: int, why_lost: Callable[[], str]
+        self, loaded: LoadedModel, links: Links, stage: Stage, groups: int, blocks: int, why_lost: Callable[[], str]
     ) -> None:
         super().__init__(loaded, stage.first)
         self._links = links
         self._why_lost = why_lost
         self._broken = False
-        plan, policy, cache = loaded.plan, loaded.policy, loaded.cache
-        have = (plan.disk_kv_blocks, 0) if loaded.device.where.type == "cpu" else (
-            plan.host_kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)  # fmt: skip
+        plan, policy = loaded.plan, loaded.policy
+        offloaded = max(0, blocks - plan.kv_blocks)
+        last = 0 if loaded.device.where.type == "cpu" else max(0, offloaded - plan.host_kv_blocks)
         part_policy = replace(policy, gpu_batch_size=-(-policy.gpu_batch_size // groups))
         part_plan = replace(plan, sequences=-(-plan.sequences // groups))
         self._shares = [
-            Share(BlockManager(cache.num_blocks, *have, part=(i, groups)), part_policy, part_plan)
+            Share(BlockManager(blocks, offloaded, last, part=(i, groups)), part_policy, part_plan)
             for i in range(groups)
         ]
 
@@ -56,9 +63,19 @@ class PipelineRunner(ModelRunner):
         return self._shares
 
     def close(self) -> None:
+        """Lets the other ranks end. Idempotent."""
         if not self._broken:
             self._links.announce(END)
             self._broken = True
+
+    def metrics(self) -> dict[str, float]:
+        """Of each other rank, as `rank1_busy_s` and so on; see follower.REPORTED."""
+        if self._broken:
+            return {}
+        with self._naming():
+            found = self._links.reports(len(REPORTED))
+        return {f"rank{rank}_{name}": value for rank, values in enumerate(found, 1)
+                for name, value in zip(REPORTED, values, strict=True)}  # fmt: skip
 
     def score(self, sequences: Sequence[Scoring], prefill_chunk: int, max_logits: int) -> Iterator[Scoring]:
         self._forget_prefixes()  # all blocks are one scheduler's now
@@ -75,11 +92,6 @@ class PipelineRunner(ModelRunner):
         with self._naming():
             self._links.announce(PASS, PassMessage(flight.batches, ids).encoded())
         return flight
-
-    def reports(self) -> list[dict[str, float]]:
-        """What each other rank did since it was last asked; see follower.REPORTED."""
-        with self._naming():
-            return [dict(zip(REPORTED, values, strict=True)) for values in self._links.reports(len(REPORTED))]
 
     def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
         loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
@@ -118,3 +130,30 @@ def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool
     if streams:
         return 1
     return max(1, min(ranks, batch, blocks // blocks_for(longest)))
+
+
+def pipeline_runner(
+    request: LoadRequest, host_kernels: HostKernels, resources: ExitStack, attention_units: int | None
+) -> PipelineRunner:
+    """Loads a model on `policy.pipeline` ranks; `resources` end them. Raises as OffloadEngine.load does, naming the
+    rank."""
+    policy = request.policy
+    ranks = resources.enter_context(leading(policy.pipeline, torch.get_num_threads()))
+    if policy.compute_dtype == "auto":  # this rank's choice, as activations travel in it
+        layers, outside, _ = storages(request.model.dtype, policy)
+        with ExitStack() as trial:
+            [gemms, *_] = backend_for(request, host_kernels, trial, attention_units).choose_gemms(layers, outside)
+        request = replace(request, policy=replace(policy, compute_dtype=gemms[layers].dtype))
+    request = ranks.assign(request)
+    stage = request.stage
+    assert stage is not None
+    loaded = load(request, backend_for(request, host_kernels, resources, attention_units), host_kernels, resources)
+    plan = loaded.plan
+    own = Loaded(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
+    agreed = ranks.agree(own)
+    loaded = replace(loaded, plan=replace(plan, sequences=agreed.sequences, chunk=agreed.chunk))
+    longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
+    groups = group_count(ranks.count, agreed.blocks, longest, batch, agreed.streams)
+    runner = PipelineRunner(loaded, ranks.links(), stage, groups, agreed.blocks, ranks.why_lost)
+    resources.callback(runner.close)
+    return runner

@@ -1,0 +1,46 @@
+"""A rank of a pipeline: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0, with
+the other ranks behind its engine: `torchrun --nnodes 4 ... -m engines.offload.rank generate --set policy.pipeline=4 ...`.
+
+Rank 0 starts the others itself where torchrun does not.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from engines.offload.backend.base import LoadRequest
+from engines.offload.backend.choice import backend_for
+from engines.offload.kernels import HostKernels
+from engines.offload.loader import load
+from engines.offload.pipeline.follower import Follower
+from engines.offload.pipeline.links import Links
+from engines.offload.pipeline.processes import Loaded, follow
+
+
+def main() -> int:
+    """Runs the rank that the environment names."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        from harness.__main__ import main as harness
+
+        harness()
+        return 0
+    with ExitStack() as resources:
+
+        def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Links], None]]:
+            kernels = HostKernels(request.job.cache, torch.get_num_threads())
+            resources.callback(kernels.close)
+            loaded = load(request, backend_for(request, kernels, resources, None), kernels, resources)
+            stage, plan = request.stage, loaded.plan
+            assert stage is not None
+            told = Loaded(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
+            return told, lambda links: Follower(loaded, links, stage.is_first, stage.first).run()
+
+        follow(load_stage)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""One model on several ranks: how layers are divided, what is announced, and answers that are one process's."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.models import shapes
+from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.pipeline.messages import PassChunk, PassMessage
+from engines.offload.pipeline.stages import evenly, rank_of, stage_of, stages
+from harness.api import HarnessError
+from tests.offload import OTHERS, all_greedy, answers, exact_score, load, requests_of, tiny
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.integers(1, 5))
+def test_layers_are_divided_so_that_the_heaviest_stage_is_as_light_as_may_be(costs, parts):
+    parts = min(parts, len(costs))
+    ends = evenly(costs, parts)
+    assert ends[-1] == len(costs)
+    assert all(a < b for a, b in itertools.pairwise([0, *ends]))
+    heaviest = max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends]))
+    cuts = itertools.combinations(range(1, len(costs)), parts - 1)
+    best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cut, len(costs)])) for cut in cuts)
+    assert heaviest == pytest.approx(best)
+
+
+def test_the_head_counts_and_the_leader_has_it():
+    cut = stages(shapes.shape("facebook/opt-125m"), 4)
+    assert [(s.first, s.last) for s in cut] == [(0, 5), (5, 9), (9, 11), (11, 12)] or cut[-1].last == 12
+    assert cut[-1].last - cut[-1].first < cut[0].last - cut[0].first, "the head is five of its layers"
+    assert [stage_of(rank, 4) for rank in range(4)] == [3, 0, 1, 2]
+    assert all(rank_of(stage_of(rank, 4), 4) == rank for rank in range(4))
+    with pytest.raises(HarnessError, match="13 stages for 12 layers"):
+        stages(shapes.shape("facebook/opt-125m"), 13)
+
+
+@st.composite
+def messages(draw):
+    batches = []
+    for _ in range(draw(st.integers(1, 4))):
+        chunks = []
+        for _ in range(draw(st.integers(1, 5))):
+            count, cached = draw(st.integers(1, 30)), draw(st.integers(0, 60))
+            held = blocks_for(count + cached)
+            chunks.append(PassChunk(count, cached, draw(st.lists(st.integers(0, 1 << 20), min_size=held, max_size=held))))
+        batches.append(chunks)
+    total = sum(chunk.count for batch in batches for chunk in batch)
+    return PassMessage(batches, draw(st.lists(st.integers(0, 200_000), min_size=total, max_size=total)))
+
+
+@given(messages())
+def test_what_is_announced_is_what_arrives(message):
+    assert PassMessage.decoded(message.encoded()) == message
+
+
+@given(st.integers(0, 60), st.integers(0, 30), st.integers(0, 30), st.integers(1, 5))
+def test_groups_share_no_block_and_leave_none(near, lower, last, groups):
+    parts = [BlockManager(near + lower + last, lower + last, last, (i, groups)) for i in range(groups)]
+    held = [part.allocate(part.num_blocks) for part in parts]
+    assert sorted(itertools.chain(*held)) == list(range(near + lower + last))
+    assert [sum(column) for column in zip(*(part.num_used for part in parts), strict=True)] == [near, lower, last]
+    for part, blocks in zip(parts, held, strict=True):
+        part.free(blocks)
+        assert part.num_used == (0, 0, 0)
+
+
+POLICIES = [
+    {"schedule": "sweep", "gpu_batch_size": 4},
+    {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "weights": (0.0, 0.3, 0.7)},
+    {"schedule": "row", "gpu_batch_size": 3, "cache": (0.0, 0.5, 0.5), "kv_bits": 8},
+    {"schedule": "sweep", "gpu_batch_size": 5, "weight_bits": 4, "nano_batches": 2, "prefill_chunk": 6},
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "policy"),
+    [(2, POLICIES[0]), *(pytest.param(n, p, marks=pytest.mark.slow) for n, p in zip((3, 2, 3), POLICIES[1:], strict=True))],
+    ids=str,
+)
+def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache, ranks, policy):
+    requests = requests_of(7, 6)
+    alone, _ = load(model, cache, **policy)
+    expected = answers(alone, requests)
+    pairs = [((5, 6, 7), (8, 9)), ((11,), tuple(range(12, 40)))]
+    scores = alone.score(pairs)
+    alone.close()
+    engine, report = load(model, cache, pipeline=ranks, **policy)
+    assert report.policy.pipeline == ranks
+    assert answers(engine, requests) == expected or all_greedy(reference, requests, answers(engine, requests))
+    for found, score in zip(engine.score(pairs), scores, strict=True):
+        assert found.logprob == pytest.approx(score.logprob, abs=1e-3)
+    assert answers(engine, requests).keys() == expected.keys(), "and again, after scores"
+    metrics = engine.trace().metrics
+    engine.close()
+    assert all(metrics[f"rank{rank}_busy_s"] > 0 for rank in range(1, ranks))
+    if "weight_bits" not in policy and "kv_bits" not in policy:
+        assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_are_cut_too(kind, tmp_path, cache):
+    model = tiny(tmp_path / kind, kind, **OTHERS[kind] | {"bos_token_id": 1, "eos_token_id": 2})
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+    engine, _ = load(model, cache, pipeline=2, schedule="sweep", gpu_batch_size=3)
+    requests = requests_of(11, 4)
+    tokens = answers(engine, requests)
+    engine.close()
+    assert all_greedy(reference, requests, tokens)
+
+
+def children():
+    own = os.getpid()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = open(f"/proc/{entry}/stat").read().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == own and b"engines.offload.rank" in open(f"/proc/{entry}/cmdline", "rb").read():
+                found.append(int(entry))
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named_and_nothing_is_left(model, cache):
+    engine, _ = load(model, cache, pipeline=3, schedule="sweep", gpu_batch_size=2)
+    ranks = children()
+    assert len(ranks) == 2
+    results = engine.generate(requests_of(3, 8, eos=False))
+    next(results)
+    os.kill(ranks[0], signal.SIGKILL)
+    with pytest.raises(HarnessError, match=r"the pipeline has ended: rank \d died of SIGKILL"):
+        list(results)
+    with pytest.raises(HarnessError, match="load the model again"):
+        list(engine.generate(requests_of(3, 2)))
+    engine.close()
+    assert children() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_says_why(model, cache):
+    with pytest.raises(HarnessError, match="too small|needs"):
+        load(model, cache, 20 << 20, pipeline=2, schedule="row", gpu_batch_size=64)
+    assert children() == []

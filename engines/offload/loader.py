@@ -38,7 +38,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     `host_kernels` convert checkpoints; `stack` ends what was started. Raises as OffloadEngine.load does.
     """
-    model, policy, limits, job = request.model, request.policy, request.limits, request.job
+    model, policy, limits = request.model, request.policy, request.limits
     sparse = policy.value_sparsity < 1
     option, why = choose_option(options(request, backend), request)
     chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs

@@ -156,7 +156,9 @@ class OffloadEngine(api.OnlineEngine):
 
     def trace(self) -> api.EngineTrace:
         trace = self.loaded.timeline.trace()
-        return replace(trace, metrics={**trace.metrics, **self.loaded.device.memory(), **self._loaded_runner().metrics()})
+        return replace(
+            trace, metrics={**trace.metrics, **self.loaded.device.memory(), **self._loaded_runner().metrics()}
+        )
 
     @property
     def loaded(self) -> LoadedModel:

@@ -38,7 +38,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     `host_kernels` convert checkpoints; `stack` ends what was started. Raises as OffloadEngine.load does.
     """
-    model, policy, limits, job = request.model, request.policy, request.limits, request.job
+    model, policy, limits = request.model, request.policy, request.limits
     sparse = policy.value_sparsity < 1
     option, why = choose_option(options(request, backend), request)
     chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs
@@ -77,7 +77,9 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         stack.callback(offload.close)
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
-    balance = io_compute_balance_rows(partial(needs.usage.expected_bytes, streamed), load_rate, gemm.flops, request.shape)
+    balance = io_compute_balance_rows(
+        partial(needs.usage.expected_bytes, streamed), load_rate, gemm.flops, request.shape
+    )
     notes = [
         *backend.notes(),
         converted.note,

@@ -109,9 +109,7 @@ class ModelRunner:
             timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
             self.loaded.expert_counts.keep()
 
-    def job_budget(
-        self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int, share: Share
-    ) -> PrefillBudget:
+    def job_budget(self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int, share: Share) -> PrefillBudget:
         """The prefill budget with which a scheduler of a `share` does a job of `work` (known tokens, steps) best."""
         balance = self.loaded.io_compute_balance_rows
         return job_budget(work, share.blocks.num_blocks, share.policy, share.plan, balance, prefill_chunk)
@@ -207,9 +205,7 @@ class ModelRunner:
                         advanced.append((sequence, done))
         return advanced
 
-    def _pack(
-        self, batch: Sequence[ScheduledChunk[S]], number: int, entering: torch.Tensor | None
-    ) -> PackedBatch:
+    def _pack(self, batch: Sequence[ScheduledChunk[S]], number: int, entering: torch.Tensor | None) -> PackedBatch:
         ids: list[int] = []
         positions: list[int] = []
         logits_indices: list[int] = []

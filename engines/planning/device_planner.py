@@ -61,7 +61,7 @@ class DevicePlanner(ClosedFormPlanner):
         return replace(
             policy,
             weights=policy.weights or (resident, pinned, max(0.0, 1 - resident - pinned)),
-            cache=policy.cache or tuple(n / blocks for n in (plan.kv_blocks, plan.host_kv_blocks, plan.disk_kv_blocks)),
+            cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, plan.disk_kv_blocks / blocks),
             activations=policy.activations or _ON_DEVICE,
         )
 

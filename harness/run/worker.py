@@ -98,7 +98,9 @@ def _idle(folder: Path, work: api.MeasureIdle) -> int:
     if work.model is not None and not engine.capabilities().remote:  # a server's idle memory is its own
         scratch = folder / "scratch"
         scratch.mkdir()
-        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1, pipeline=1)  # the footprint must not depend on it
+        policy = replace(
+            spec.policy, gpu_batch_size=1, num_gpu_batches=1, pipeline=1
+        )  # the footprint must not depend on it
         job = api.Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
         limits = api.HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
         load = engine.load(work.model, policy, limits, job)

@@ -126,7 +126,9 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
     lower = plan.host_kv_blocks + plan.disk_kv_blocks
     assert plan.stage_blocks == (lower if schedule == "sweep" else min(lower, batch * blocks_for(one.max_sequence)))
     if cache is not None:
-        assert (plan.host_kv_blocks, plan.disk_kv_blocks) == pytest.approx((cache[1] * blocks, cache[2] * blocks), abs=1)
+        assert (plan.host_kv_blocks, plan.disk_kv_blocks) == pytest.approx(
+            (cache[1] * blocks, cache[2] * blocks), abs=1
+        )
     if weights is not None:
         whole = sum(b.nbytes for b in one.tiles)
         tile = max(b.nbytes for b in one.tiles) / whole
@@ -168,16 +170,20 @@ def published_policies():
 
 @pytest.mark.parametrize(("prompt", "model", "compressed", "policy"), list(published_policies()))
 def test_flexgen_s_own_policies_run_where_they_ran(prompt, model, compressed, policy):
-    """On a T4 and 208 GB of host memory. 1024 tokens of OPT-6.7B fill the device so far that we, who count CUDA's own
-    memory, have to refuse the batch by some MiB, and say so."""
+    """On a T4 and 208 GB of host memory. One of them needs 212 GB by our count, and is refused with the bytes."""
     packed = Grouped(4, 64) if compressed else None
     one = demand(f"facebook/{model}", packed, packed, prompt)
-    plan = plan_device_memory(one, policy, int(15.8 * GIB), int(193 * GIB))
+    try:
+        plan = plan_device_memory(one, policy, int(15.8 * GIB), int(193 * GIB))
+    except api.InfeasibleError as refusal:
+        assert (prompt, model, compressed) == (256, "opt-175b", True)
+        assert 0 < refusal.lacking["host"] < 5 * GIB and "device" not in refusal.lacking
+        return
     blocks = plan.kv_blocks + plan.host_kv_blocks + plan.disk_kv_blocks
     assert plan.sequences == policy.block_size
-    assert (plan.host_kv_blocks, plan.disk_kv_blocks) == pytest.approx(
-        (policy.cache[1] * blocks, policy.cache[2] * blocks), abs=1
-    )
+    asked = (policy.cache[1] * blocks, policy.cache[2] * blocks)
+    assert (plan.host_kv_blocks, plan.disk_kv_blocks) == pytest.approx(asked, abs=1)
+    assert plan.chunk >= 64
 
 
 def test_a_sweep_whose_weights_stream_from_disk_keeps_its_cache_there_too():

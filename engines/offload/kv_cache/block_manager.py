@@ -26,11 +26,11 @@ class Chunk(Protocol):
 
 class BlockManager:
     """Allocates, shares and frees blocks. A cached block keeps its content while it is free, for sequences with the
-    same prefix, until it is evicted: the least recently used goes first.
+        same prefix, until it is evicted: the least recently used goes first.
 
-    The last `offloaded` block numbers are of blocks that live elsewhere, and of these the `last` ones farthest. Allocation
-    keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and takes the
-    farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
+        The last `offloaded` block numbers are of blocks that live elsewhere, and of these the `last` ones farthest.
+    Allocation keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and
+    takes the farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
 
     `part`, (i, n), manages only the i-th of n equal parts of them.
     """

@@ -81,7 +81,12 @@ class HostAttention:
     """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own."""
 
     def __init__(
-        self, blocks: LowerBlocks, kernel: AttentionKernel, quantizer: Quantizer, device: Accelerator, timeline: Timeline
+        self,
+        blocks: LowerBlocks,
+        kernel: AttentionKernel,
+        quantizer: Quantizer,
+        device: Accelerator,
+        timeline: Timeline,
     ) -> None:
         self._blocks = blocks
         self._kernel = kernel

@@ -66,8 +66,8 @@ class OffloadedBlocks(ABC):
             order = sorted(read | write)
             assert len(order) <= self.slots
             slot_of = {block: slot for slot, block in enumerate(order)}
-            runs = [list(self._runs(sorted(blocks), slot_of)) for blocks in (read, write)]
-            parts.append(Part(*runs, after=max((writer.get(block, -1) for block in read), default=-1)))
+            to_read, to_write = (list(self._runs(sorted(blocks), slot_of)) for blocks in (read, write))
+            parts.append(Part(to_read, to_write, max((writer.get(block, -1) for block in read), default=-1)))
             writer |= dict.fromkeys(write, number)
             staged = torch.zeros(self.num_blocks, dtype=torch.long)
             staged[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))

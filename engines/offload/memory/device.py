@@ -1,7 +1,9 @@
 """Plans memory for an engine with a device: the device's memory, pinned host memory and the disk."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces, record_bytes, stage_blocks
@@ -61,10 +63,22 @@ def plan_device_memory(request: MemoryRequest, policy: OffloadPolicy, device: in
 
     Raises InfeasibleError with the missing bytes by tier.
     """
-    return _DevicePlanner(request, policy, device - CONTEXT_BYTES, host).plan()
+    planner = _DevicePlanner(request, policy, device - CONTEXT_BYTES, host)
+    try:
+        return planner.plan()
+    except InfeasibleError:
+        if policy.prefill_chunk is not None:
+            raise
+        # before a batch is refused, prompts take smaller chunks
+        chunk = largest(planner.chunk, lambda n: planner.with_chunk(n).fits_at_all)
+        if chunk < _CHUNK[0]:
+            raise
+        return planner.with_chunk(chunk).plan()
 
 
 class _DevicePlanner(MemoryPlanner):
+    """`chunk`: prompt tokens of a batch in a pass."""
+
     def __init__(self, request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> None:
         super().__init__(request, policy, device, _CHUNK)
         self._device = device
@@ -76,6 +90,17 @@ class _DevicePlanner(MemoryPlanner):
         on_device, on_host, _ = policy.weights or (0.0, 0.0, 0.0)
         #: Bytes of weights that the policy sets for device and host; 0 where it sets none.
         self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
+
+        self.chunk = self._activations.chunk
+
+    def with_chunk(self, chunk: int) -> _DevicePlanner:
+        """The same for another chunk."""
+        return _DevicePlanner(self._request, replace(self._policy, prefill_chunk=chunk), self._device, self._host)
+
+    @property
+    def fits_at_all(self) -> bool:
+        """Whether there is a plan."""
+        return self._fits(1 if self._mixed_ages else self._policy.block_size)
 
     def plan(self) -> MemoryPlan:
         sequences = self._most_sequences()
@@ -93,16 +118,16 @@ class _DevicePlanner(MemoryPlanner):
         """Divides KV blocks between the tiers; None if they do not fit."""
         device_room = self._device - self._fixed(sequences) - self._held_weights[0]
         host_room = self._host - self._host_fixed() - self._held_weights[1]
-        weights_stream = False
+        to_disk = False
         if self._policy.weights is None and self._mixed_ages:
             # host memory holds weights first, but for those that the device will hold
             weights = self._request.weight_bytes
             left = host_room - max(0, weights - max(0, device_room - blocks * self._block_bytes))
-            weights_stream, host_room = left < 0, max(0, left)  # weights that do not fit stay on disk
+            to_disk = left < 0 and not self._policy.cpu_attention
+            host_room = host_room if to_disk else max(0, left)  # the stages for blocks on disk go before weights
         if self._policy.cache is None:
             lower = self._fewest_below(blocks, device_room)
-            to_disk = weights_stream and not self._policy.cpu_attention
-            disk = self._fewest_on_disk(lower, host_room) if to_disk else 0
+            disk = lower if to_disk else 0
         else:
             lower = round((1 - self._policy.cache[0]) * blocks)
             disk = min(lower, round(self._policy.cache[2] * blocks))
@@ -123,17 +148,10 @@ class _DevicePlanner(MemoryPlanner):
         where none do."""
         if blocks * self._block_bytes <= room:
             return 0
-        return blocks + 1 - largest(
-            blocks, lambda kept: self._kv_blocks(blocks, blocks + 1 - kept, 0).device_bytes <= room
-        )
-
-    def _fewest_on_disk(self, lower: int, room: int) -> int:
-        """The fewest of the blocks below the device that are on disk where host memory has `room` bytes for them; more
-        than all where that is not enough for the stages."""
-        if lower * self._block_bytes <= room:
-            return 0
-        return lower + 1 - largest(
-            lower, lambda kept: self._kv_blocks(lower, lower, lower + 1 - kept).host_bytes <= room
+        return (
+            blocks
+            + 1
+            - largest(blocks, lambda kept: self._kv_blocks(blocks, blocks + 1 - kept, 0).device_bytes <= room)
         )
 
     def _fixed(self, sequences: int) -> int:

@@ -149,8 +149,8 @@ class _OnDisk:
 
 
 class DiskActivations(Activations):
-    """The first `share` of a batch's rows on disk, where the host computes. Room is for `batches` batches of `rows` rows
-    of `row_bytes` bytes."""
+    """The first `share` of a batch's rows on disk, where the host computes. Room is for `batches` batches of `rows`
+    rows of `row_bytes` bytes."""
 
     def __init__(
         self, share: float, batches: int, rows: int, row_bytes: int, folder: Path, timeline: Timeline,
@@ -159,7 +159,12 @@ class DiskActivations(Activations):
         self._share = share
         self._slots = _Slots(batches, rows, row_bytes, folder, timeline, throttle)
         self.direct = self._slots.direct
-        self.reset, self.close = self._slots.reset, self._slots.close  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self._slots.reset()
+
+    def close(self) -> None:
+        self._slots.close()
 
     def write(self, rows: torch.Tensor) -> _OnDisk:
         count, slot = round(self._share * len(rows)), self._slots.take()

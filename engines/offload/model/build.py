@@ -108,9 +108,7 @@ class DryPass:
             return "a matrix is used twice in a pass"
         layers = range(shape.num_layers) if stage is None else range(stage.first, stage.last)
         if sorted(self._layers) != list(layers):
-            return (
-                f"{len(self._layers)} attention calls reached the hook, {len(layers)} layers should make one each"
-            )
+            return f"{len(self._layers)} attention calls reached the hook, {len(layers)} layers should make one each"
         kv = (shape.num_kv_heads, shape.head_dim)
         expected = (shape.num_heads, shape.head_dim, *kv, *kv)
         if self._shapes != {expected}:

@@ -191,10 +191,10 @@ class MetaModel:
             self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
         for name, small in self.small.items():
             self._put(name, torch.zeros((), dtype=self.dtype).expand(small))
-        for name, (module, shape) in self._unused.items():
-            self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
+        for name, (module, whole) in self._unused.items():
+            self._put(name, torch.zeros(1, dtype=self.dtype).expand(whole))
             if not isinstance(module, nn.Embedding):
-                module.forward = _zeros(shape[1] if isinstance(module, Conv1D) else shape[0])
+                module.forward = _zeros(whole[1] if isinstance(module, Conv1D) else whole[0])
         self.use(dry)
         two = torch.arange(2)
         entering = torch.zeros(2, self._shape.hidden, dtype=self.dtype)

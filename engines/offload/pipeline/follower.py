@@ -10,10 +10,11 @@ import torch
 
 from engines.offload.executor import Executor
 from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
+from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pipeline.links import END, PASS, REPORT, Links
-from engines.offload.pipeline.messages import PassChunk, PassMessage
+from engines.offload.pipeline.messages import PassMessage
 from harness.api import HarnessError
 
 #: Passes whose hidden states are received while one is computed.
@@ -111,5 +112,5 @@ class Follower:
         self._busy_s = self._idle_s = 0.0
 
 
-def _positions(batch: Sequence[PassChunk]) -> torch.Tensor:
+def _positions(batch: Sequence[Chunk]) -> torch.Tensor:
     return torch.cat([torch.arange(chunk.cached, chunk.cached + chunk.count) for chunk in batch])

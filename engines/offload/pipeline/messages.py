@@ -23,7 +23,7 @@ class PassChunk(Chunk):
 class PassMessage:
     """A pass: its batches' chunks, and the ids of all of their tokens, batch by batch."""
 
-    batches: Sequence[Sequence[PassChunk]]
+    batches: Sequence[Sequence[Chunk]]
     ids: Sequence[int]
 
     @property

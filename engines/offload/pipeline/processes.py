@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.offload.backend.base import LoadRequest
 from engines.offload.model.stage import Stage
@@ -72,8 +73,10 @@ class Ranks:
             self.wait_for(f"loaded/{rank}", rank, _LOAD_S)
             found.append(from_json(Loaded, json.loads(self.store.get(f"loaded/{rank}"))))
         return Loaded(
-            *(min(getattr(one, name) for one in found) for name in ("blocks", "sequences", "chunk")),
-            streams=any(one.streams for one in found),
+            min(one.blocks for one in found),
+            min(one.sequences for one in found),
+            min(one.chunk for one in found),
+            any(one.streams for one in found),
         )
 
     def wait_for(self, key: str, rank: int, patience_s: float) -> None:
@@ -126,7 +129,7 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and STORE not in os.environ:
         yield from _joined_by_torchrun(count)
         return
-    store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     children = {rank: _started(rank, count, store.port, threads) for rank in range(1, count)}
     ranks = Ranks(count, store, children)
     try:
@@ -143,7 +146,9 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
 def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
     world = int(os.environ["WORLD_SIZE"])
     if world != count:
-        raise HarnessError(f"policy.pipeline is {count}, and torchrun started {world} ranks: set policy.pipeline={world}")
+        raise HarnessError(
+            f"policy.pipeline is {count}, and torchrun started {world} ranks: set policy.pipeline={world}"
+        )
     dist.init_process_group("gloo")
     ranks = Ranks(count, dist.distributed_c10d._get_default_store())
     try:
@@ -161,7 +166,7 @@ def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Links], None]]]
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if (port := os.environ.get(STORE)) is not None:
         _end_with_parent()
-        store: Any = dist.TCPStore("127.0.0.1", int(port), count, is_master=False)
+        store: Any = TCPStore("127.0.0.1", int(port), count, is_master=False)
         store.set(f"ready/{rank}", "yes")
         store.wait(["join"], timedelta(seconds=_START_S))
         _join(store, rank, count)
@@ -196,7 +201,9 @@ def _require_same_versions(ranks: Ranks) -> None:
     for rank in range(1, ranks.count):
         ranks.wait_for(f"version/{rank}", rank, _START_S)
         if (theirs := ranks.store.get(f"version/{rank}").decode()) != own:
-            raise HarnessError(f"rank {rank} of the pipeline has {theirs}; rank 0 has {own}: install the same everywhere")
+            raise HarnessError(
+                f"rank {rank} of the pipeline has {theirs}; rank 0 has {own}: install the same everywhere"
+            )
 
 
 def _told(told: Mapping[str, Any], rank: int, count: int) -> LoadRequest:
@@ -229,7 +236,7 @@ def _end_with_parent() -> None:
 
 
 def _join(store: Any, rank: int, count: int) -> None:
-    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=count)
+    dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=count)
 
 
 def _end(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ _EXAMPLE = "such as sqlite:///results/history.db or postgresql+psycopg://user@ho
 def parse_url(text: str) -> sa.URL:
     """The URL in `text`. Raises HarnessError, which shows none of it: anything in what is no URL may be a password."""
     try:
+        text.encode()  # what is not UTF-8 in a command line arrives as lone surrogates, which no URL has
         url = sa.make_url(text)
     except (SQLAlchemyError, ValueError, TypeError):
         raise HarnessError(f"history: --db takes a URL {_EXAMPLE}; this is none") from None

@@ -36,7 +36,7 @@ class Change:
 
 
 def changes(series: Series) -> list[Change]:
-    """Change points of the commits' medians, by PELT with a squared error (Killick et al. 2012, in `ruptures`).
+    """Change points of the commits' medians, by PELT with a squared error (Killick et al. 2012, in `ruptures`, in C).
 
     Estimates noise from differences of neighbours, so that a change of level does not count as noise. Ignores changes
     below 3 %.
@@ -51,7 +51,7 @@ def changes(series: Series) -> list[Change]:
     steps = np.abs(np.diff(logs))
     noise = max(float(np.median(steps)) / (0.6745 * math.sqrt(2)), 1e-4)
     penalty = _PENALTY * noise**2 * math.log(len(logs))
-    ends = ruptures.Pelt(model="l2", min_size=2, jump=1).fit(logs.reshape(-1, 1)).predict(pen=penalty)
+    ends = ruptures.KernelCPD(kernel="linear", min_size=2, jump=1).fit(logs.reshape(-1, 1)).predict(pen=penalty)
     starts = [0, *ends[:-1]]
     levels = [float(np.median(logs[a:b])) for a, b in zip(starts, ends, strict=True)]
     change_points = []

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
+from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
@@ -22,6 +23,7 @@ _MARGIN = 1 / 32
 #: Fractions of the KV cache tried where the host attends, beside as much on the device as fits.
 _CACHE_FRACTIONS: tuple[Fractions, ...] = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
+_ON_DISK: Fractions = (0.0, 0.0, 1.0)
 
 
 class DevicePlanner(ClosedFormPlanner):
@@ -39,6 +41,8 @@ class DevicePlanner(ClosedFormPlanner):
         caches: list[Fractions | None] = [policy.cache]
         if policy.cache is None and policy.cpu_attention:
             caches += _CACHE_FRACTIONS
+        elif policy.cache is None and policy.schedule != "sweep":  # a sweep's goes to disk by itself
+            caches.append(_ON_DISK)
         fitting = []
         for cache in caches:
             with suppress(InfeasibleError):
@@ -73,6 +77,8 @@ class DevicePlanner(ClosedFormPlanner):
         prediction = super().predict(policy)
         tiles = self._tiles(policy)
         on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
+        cache = storages(self.job.dtype, policy)[2]
+        on_disk += plan.disk_kv_blocks * self.shape.num_layers * record_bytes(self.shape, cache)
         peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
         return replace(prediction, peak=peak)
 

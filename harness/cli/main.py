@@ -96,11 +96,21 @@ def main() -> None:
     try:
         with one_line_errors(), stopping(), _completing():
             try:
+                _require_environment()
                 sys.exit(cli.main(standalone_mode=False))
             finally:
                 sys.stdout.flush()
     finally:
         settle_stderr()
+
+
+def _require_environment() -> None:
+    """Raises HarnessError for a variable that compilers and numpy's import would fail on, in words of their own."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "0")
+    if not (epoch.isascii() and epoch.isdigit()):
+        from harness.api import HarnessError
+
+        raise HarnessError(f"the environment's SOURCE_DATE_EPOCH is {epoch}: expected whole seconds; unset it")
 
 
 @contextlib.contextmanager

@@ -104,6 +104,13 @@ def cases() -> Iterator[Case]:
     if os.geteuid():  # root may write anywhere
         yield _case("tmpdir-read-only/run", good.RUN, frozenset({0}), {"TMPDIR": "/"})
     yield _case("history-of-nonsense/show", ("history", "show"), frozenset({2}), {"HARNESS_HISTORY": "nonsense"})
+    for command, words in _COMMANDS.items():
+        variables = {"SOURCE_DATE_EPOCH": "nonsense"}
+        yield _case(f"source-date-epoch/{command}", words, frozenset({2}), variables)
+    yield from _interruptions()
+
+
+def _interruptions() -> Iterator[Case]:
     for command, words in (*_COMMANDS.items(), ("plan", good.PLAN)):
         for i in range(_MOMENTS):
             moment = random.Random(f"{command} {i}").uniform(0.0, 0.3)

@@ -124,6 +124,7 @@ def test_many_records_at_once(history):
     ("url", "message"),
     [
         ("nonsense", "sqlite:///results/history.db"),
+        ("sqlite:///\udcff.db", "this is none"),
         ("oracle+nothing://host/db", "--db"),
         ("postgresql://host:abc/db", "--db"),
         ("sqlite:////no/such/folder/history.db", "unable to open"),
@@ -255,6 +256,12 @@ def test_changes_are_found_where_they_are(seed):
     found = changes(series_of(10.0, 9.0, 11.0, each=10, seed=seed))
     assert [(c.index, c.commit) for c in found] == [(i, f"{i:040x}") for i in (10, 20)]
     assert [c.ratio for c in found] == pytest.approx([0.9, 11 / 9], rel=0.02)
+
+
+def test_years_of_commits_take_no_longer_than_their_pages():
+    """PELT in Python took minutes for twenty thousand."""
+    series = series_of(10.0, 9.0, each=2000)
+    assert [change.index for change in changes(series)] == [2000]
 
 
 def test_commits_without_a_figure_are_passed_over():

@@ -522,8 +522,6 @@ def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
         ({"generated": 0}, "at least one token"),
         ({"stages": 49}, "has 48 layers: too few for 49 stages"),
         ({"machine": "laptop_cpu", "stages": 2}, "stages are planned for devices only"),
-        ({"policy": OffloadPolicy(cache=(0.0, 0.5, 0.5))}, "not on disk"),
-        ({"policy": OffloadPolicy(activations=(0.0, 1.0, 0.0))}, "with a device they stay there"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: dict[str, object], words: str) -> None:

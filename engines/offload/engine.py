@@ -92,6 +92,8 @@ class OffloadEngine(api.OnlineEngine):
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
                 torch.set_num_threads(min(threads))
+            elif policy.pipeline > 1:
+                torch.set_num_threads(self._threads_of_a_rank(policy.pipeline))
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
             resources.callback(host_kernels.close)
             if policy.pipeline > 1:
@@ -178,6 +180,13 @@ class OffloadEngine(api.OnlineEngine):
         self._resources.close()
         if loaded:
             gc.collect()  # modules refer to each other in circles, and the tables that they hold keep a file open each
+
+    def _threads_of_a_rank(self, ranks: int) -> int:
+        """Ranks that share this host share its cores."""
+        from engines.offload.pipeline.processes import started_by_torchrun
+
+        count = torch.get_num_threads()
+        return count if started_by_torchrun() else max(1, count // ranks)
 
     def _pipeline(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> ModelRunner:
         """Loads a stage on every rank."""

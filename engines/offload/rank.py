@@ -1,5 +1,5 @@
-"""A rank of a pipeline: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0, with
-the other ranks behind its engine: `torchrun --nnodes 4 ... -m engines.offload.rank generate --set policy.pipeline=4 ...`.
+"""A rank of a pipeline: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0,
+with the other ranks behind its engine, such as `generate --set policy.pipeline=4 ...`.
 
 Rank 0 starts the others itself where torchrun does not.
 """
@@ -30,6 +30,8 @@ def main() -> int:
     with ExitStack() as resources:
 
         def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Links], None]]:
+            given = [count for count in (request.policy.threads, request.limits.threads) if count is not None]
+            torch.set_num_threads(min([*given, torch.get_num_threads()]))
             kernels = HostKernels(request.job.cache, torch.get_num_threads())
             resources.callback(kernels.close)
             loaded = load(request, backend_for(request, kernels, resources, None), kernels, resources)

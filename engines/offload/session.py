@@ -89,7 +89,6 @@ class Session:
         """
         return [*self.begin(), *self.finish()]
 
-    @property
     def flying(self) -> bool:
         """Whether a pass was begun and has not ended."""
         return self._flight is not None

@@ -45,9 +45,9 @@ class SessionGroups:
         events: list[Event] = []
         try:
             for session in self._sessions:
-                if not session.flying:
+                if not session.flying():
                     events += session.begin()
-                    if session.flying:
+                    if session.flying():
                         self._flying.append(session)
             if self._flying:
                 events += self._flying.popleft().finish()

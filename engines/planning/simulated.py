@@ -75,7 +75,8 @@ def search_policy(
     cell = _Cell(spec, model, limited(profile, spec.limits), lengths, host_attention)
     best = cell.best()
     if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
-        cache = best.cache if best.cpu_attention else spec.policy.cache
+        chosen = best.cpu_attention or (best.schedule != "sweep" and best.cache is not None and best.cache[2] > 0)
+        cache = best.cache if chosen else spec.policy.cache
         best = replace(best, weights=spec.policy.weights, activations=None, cache=cache)
     return replace(spec, policy=best, tune="none")
 

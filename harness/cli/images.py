@@ -23,20 +23,19 @@ def images() -> None:
               help="Folder of wheels that pip prefers to an index, such as a CPU build of torch.")  # fmt: skip
 @click.option("--host-network", is_flag=True, help="Build in the host's network, where Docker has none of its own.")
 def build(names: tuple[str, ...], arguments: tuple[str, ...], wheels: Path | None, host_network: bool) -> None:
-    """Build the images of environments NAMES (harness images ls). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT and
-    PIP_DEFAULT_TIMEOUT configure pip.
+    """Build the images NAMES, of environments and of the server (harness images ls). PIP_INDEX_URL,
+    PIP_EXTRA_INDEX_URL, PIP_CERT and PIP_DEFAULT_TIMEOUT configure pip.
 
     \b
     Examples:
       harness images build offload accelerate
       harness images build offload --build-arg BASE_IMAGE=python:3.12-slim --wheels ./wheels
     """
-    from harness import registry
     from harness.common.words import nearest
     from harness.launchers import images as store
     from harness.suite.check import each
 
-    known = registry.environments()
+    known = store.names()
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"unknown environment {unknown[0]!r}; {nearest(unknown[0], known)}")
     tell = partial(say, err=True)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: Labels of an image: its environment, and the digest of this project's code in it.
 ENVIRONMENT, CODE = "offload-harness.environment", "offload-harness.code"
 _REPOSITORY = "offload-harness"
-#: Environments with a build target other than `worker`.
-_OWN_TARGETS = ("helm",)
+#: Images with a build target of their own name instead of `worker`, and the environments in them.
+_OWN_TARGETS = {"helm": "helm", "serve": "offload"}
 #: This project's packages: with the Dockerfile, a build's context.
 PACKAGES = ("harness", "engines", "suites", "reports")
 _CODE_SUFFIXES = (".py", ".cpp", ".h", ".yaml", ".csv", ".json", ".txt", ".html", ".css", ".js")
@@ -112,10 +112,15 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def names() -> list[str]:
+    """What `build` builds: an image for each environment, and the others."""
+    return sorted({*registry.environments(), *_OWN_TARGETS})
+
+
 def build(
-    environment: str, arguments: Sequence[str], wheels: Path | None, host_network: bool, say: Callable[[str], None]
+    name: str, arguments: Sequence[str], wheels: Path | None, host_network: bool, say: Callable[[str], None]
 ) -> str:
-    """Builds an environment's image and returns its id; `say` receives every line of the build.
+    """Builds an image, such as an environment's, and returns its id; `say` receives every line of the build.
 
     `arguments` are KEY=VALUE build arguments of the Dockerfile; pip's settings come from this process's environment.
     pip prefers packages in `wheels` to an index. Raises HarnessError with the last line of a failed build.
@@ -125,22 +130,22 @@ def build(
         raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
     build_arguments = dict(_argument(text) for text in arguments)
     settings = {name: os.environ[name] for name in _PIP if name in os.environ}
-    known = {"ENVIRONMENT": environment, "CODE": code_digest()}
+    known = {"ENVIRONMENT": _OWN_TARGETS.get(name, name), "CODE": code_digest()}
     client = connect()
     with tempfile.TemporaryFile() as context:
-        target = environment if environment in _OWN_TARGETS else "worker"
+        target = name if name in _OWN_TARGETS else "worker"
         _pack(root, target, wheels, context)
         context.seek(0)
         last, image = "", ""
-        with engine_errors(f"image {environment} was not built"):
+        with engine_errors(f"image {name} was not built"):
             lines = client.api.build(
                 fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=target,
-                tag=name_of(environment), buildargs=known | settings | build_arguments, rm=True, forcerm=True,
+                tag=name_of(name), buildargs=known | settings | build_arguments, rm=True, forcerm=True,
                 decode=True, network_mode="host" if host_network else None,
             )  # fmt: skip
             for line in lines:
                 if "error" in line:
-                    raise HarnessError(f"image {environment} was not built: {reason(line['error'])}; {last}")
+                    raise HarnessError(f"image {name} was not built: {reason(line['error'])}; {last}")
                 if text := str(line.get("stream", "")).strip():
                     last = text.splitlines()[-1][:200]
                     say(text)
@@ -149,12 +154,12 @@ def build(
 
 
 def built() -> Iterator[dict[str, Any]]:
-    """A row for each environment: its image, the image's state and age, and whether it holds this code."""
+    """A row for each image: its environment, its state and age, and whether it holds this code."""
     client, current_code = connect(), code_digest()
     import docker
 
-    for environment in registry.environments():
-        row = {"environment": environment, "image": name_of(environment)}
+    for name in names():
+        row = {"environment": _OWN_TARGETS.get(name, name), "image": name_of(name)}
         row |= {"state": "not built", "created": "", "size": "", "digest": ""}
         with engine_errors("images"), contextlib.suppress(docker.errors.ImageNotFound):
             image = client.images.get(row["image"])

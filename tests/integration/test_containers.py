@@ -1,10 +1,13 @@
 """Cells in real containers: how they end, what they may do, and what is left when something dies."""
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from harness.launchers.owners import OWNER
 from tests import container_engine
 from tests.integration.conftest import end, wait_for
+from tests.offload import save_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.containers, pytest.mark.timeout(1500)]
@@ -160,7 +164,7 @@ def compose() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+@pytest.mark.parametrize("profile", ["gpu", "cpu", "serve"])
 def test_compose_s_file_is_valid(profile):
     command = [*compose(), "--profile", profile, "config", "-q"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -186,3 +190,47 @@ def test_compose_runs_a_suite_and_leaves_the_report(images, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     report = tmp_path / "results" / "ci_smoke" / "report.html"
     assert report.exists(), done.stdout[-2000:]
+
+
+def test_compose_serves_a_model(images, tmp_path):
+    """A request from outside is answered, and a stop lets it end."""
+    build("serve")
+    save_with_tokenizer(tmp_path / "models" / "m")
+    file = ["-f", str(ROOT / "compose.yaml"), "--project-directory", str(tmp_path), "--profile", "serve"]
+    command, port = [*compose(), *file], _free_port()
+    settings = os.environ | {"MODEL": "/models/m", "MEMORY": "512MiB", "PORT": str(port), "HARNESS_API_KEY": "secret"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *words], env=settings, capture_output=True, text=True, check=False)
+
+    def asked(path: str, body: object = None) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}", None if body is None else json.dumps(body).encode(),
+            {"authorization": "Bearer secret"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def ready() -> bool:
+        with contextlib.suppress(OSError):
+            return bool(asked("/ready")["ready"])
+        return False
+
+    try:
+        up = run("up", "--no-build", "--detach")
+        assert up.returncode == 0, up.stderr[-2000:]
+        wait_for(ready, seconds=240)
+        answer = asked("/v1/completions", {"prompt": "w5 w6", "max_tokens": 3, "ignore_eos": True})
+        assert answer["usage"]["completion_tokens"] == 3
+        assert asked("/status")["generated_tokens"] == 3
+        stopped = run("stop")
+        assert stopped.returncode == 0, stopped.stderr[-2000:]
+    finally:
+        logs = run("logs")
+        run("down", "-v")
+    assert "Traceback" not in logs.stdout, logs.stdout[-2000:]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

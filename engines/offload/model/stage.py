@@ -33,8 +33,9 @@ class Stage:
         return self.last == self.layers
 
 
-class StageEnd(Exception):  # noqa: N818 - no error: how a pass leaves a model in the middle
-    """What the last layer of a stage returned, [1, tokens, hidden]."""
+class StageEnd(Exception):
+    """No error, but how a pass leaves a model in the middle: what the last layer of a stage returned, [1, tokens,
+    hidden]."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden

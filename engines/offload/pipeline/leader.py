@@ -37,8 +37,8 @@ S = TypeVar("S", Generation, Scoring)
 class PipelineRunner(ModelRunner):
     """Runs passes of a model whose last `stage` is `loaded` here.
 
-    `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences, which share `blocks` KV
-    blocks.
+    `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences, which share `blocks`
+    KV blocks.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool
     """How many groups of sequences are under way: one for each rank, where each gets the blocks of a sequence of
     `longest` tokens and one of `batch` sequences.
 
-    Where weights stream, a stage reads its own for each group's pass: as often as one machine would read all of them for
-    one pass of everybody. One group then has all ranks read at the same time, each its part, ahead of the pass.
+    Where weights stream, a stage reads its own for each group's pass: as often as one machine would read all of them
+    for one pass of everybody. One group then has all ranks read at the same time, each its part, ahead of the pass.
     """
     if streams:
         return 1

@@ -1,8 +1,10 @@
 """What the leader tells the other ranks of a pass, as numbers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -11,7 +13,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 
 
 @dataclass(frozen=True)
-class PassChunk(Chunk):
+class PassChunk:
     """A part of a sequence; see Chunk."""
 
     count: int
@@ -39,18 +41,19 @@ class PassMessage:
         numbers = [len(self.batches), *map(len, self.batches)]
         for chunk, table in zip(chunks, tables, strict=True):
             numbers += [chunk.count, chunk.cached, len(table)]
-        return torch.tensor([*numbers, *(block for table in tables for block in table), *self.ids], dtype=torch.int32)
+        return torch.tensor([*numbers, *chain(*tables), *self.ids], dtype=torch.int32)
 
     @classmethod
-    def decoded(cls, numbers: torch.Tensor) -> "PassMessage":
+    def decoded(cls, numbers: torch.Tensor) -> PassMessage:
         """The inverse of `encoded`."""
         values = numbers.tolist()
         sizes = values[1 : 1 + values[0]]
         start = 1 + values[0]
         heads = [values[start + 3 * i : start + 3 * i + 3] for i in range(sum(sizes))]
-        start += 3 * len(heads)
-        ends = list(accumulate((length for _, _, length in heads), initial=start))
-        chunks = [PassChunk(count, cached, values[a:b]) for (count, cached, _), a, b in zip(heads, ends, ends[1:], strict=True)]  # fmt: skip
-        cuts = list(accumulate(sizes, initial=0))
-        batches = [chunks[a:b] for a, b in zip(cuts, cuts[1:], strict=True)]
-        return cls(batches, values[ends[-1] :])
+        ends = list(accumulate((length for _, _, length in heads), initial=start + 3 * len(heads)))
+        chunks = [
+            PassChunk(count, cached, values[a:b])
+            for (count, cached, _), (a, b) in zip(heads, pairwise(ends), strict=True)
+        ]
+        cuts = accumulate(sizes, initial=0)
+        return cls([chunks[a:b] for a, b in pairwise(cuts)], values[ends[-1] :])

@@ -126,7 +126,7 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
 
     Raises HarnessError where they are not as many, or of other versions.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and STORE not in os.environ:
+    if started_by_torchrun():
         yield from _joined_by_torchrun(count)
         return
     store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
@@ -139,8 +139,17 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
         _join(store, 0, count)
         _require_same_versions(ranks)
         yield ranks
+    except BaseException:
+        for child in children.values():
+            child.kill()  # what they would end for may never come
+        raise
     finally:
         _end(ranks)
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of the ranks that torchrun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and STORE not in os.environ
 
 
 def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
@@ -221,7 +230,9 @@ def _told(told: Mapping[str, Any], rank: int, count: int) -> LoadRequest:
 
 
 def _started(rank: int, count: int, port: int, threads: int) -> "subprocess.Popen[bytes]":
+    code = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]  # this code, not another's
     environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(code),
         "RANK": str(rank), "WORLD_SIZE": str(count), STORE: str(port), "OMP_NUM_THREADS": str(threads),
         "HARNESS_PIPELINE_PARENT": str(os.getpid()),
     }  # fmt: skip

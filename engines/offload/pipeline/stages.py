@@ -34,23 +34,26 @@ def stages(shape: ModelShape, ranks: int) -> list[Stage]:
 
 
 def evenly(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to end each of so many non-empty runs of `costs`, so that the largest sum is as small as possible.
+    """Where to end each of so many non-empty runs of `costs`, so that the largest sum is as small as possible, and with
+    it the sum of their squares, so that others are even too.
 
-    Dynamic programming over (parts left, first index); exact.
+    Dynamic programming over (parts left, first index); exact in the largest sum.
     """
     count = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[k][i]: the smallest largest sum of costs[i:] in k runs, and where the first of them ends
-    best = {(1, i): (sums[count] - sums[i], count) for i in range(count)}
+    # of costs[i:] in k runs: the largest sum, the sum of squares, and where the first run ends
+    best = {(1, i): (sums[count] - sums[i], (sums[count] - sums[i]) ** 2, count) for i in range(count)}
     for k in range(2, parts + 1):
         for i in range(count - k + 1):
             best[k, i] = min(
-                (max(sums[end] - sums[i], best[k - 1, end][0]), end) for end in range(i + 1, count - k + 2)
+                (max(run, largest), run**2 + squares, end)
+                for end in range(i + 1, count - k + 2)
+                for run, (largest, squares, _) in [(sums[end] - sums[i], best[k - 1, end])]
             )
     ends, start = [], 0
     for k in range(parts, 0, -1):
-        start = best[k, start][1]
+        start = best[k, start][2]
         ends.append(start)
     return ends

@@ -230,6 +230,15 @@ def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
     assert plan.sequences == found.block_size or schedule == "sweep"
 
 
+def test_a_search_keeps_the_cache_of_blocks_on_disk_where_that_is_faster():
+    """Half of OPT-175B's weights come from there in every pass anyway."""
+    memory = int(14.7 * GIB), 204 * GIB
+    found = search_for("facebook/opt-175b", *memory, hardware.load("t4_gcp"), schedule="zigzag").policy
+    assert found.cache == (0.0, 0.0, 1.0)
+    plan = plan_device_memory(demand("facebook/opt-175b"), found, *memory)
+    assert plan.sequences == found.block_size > 128
+
+
 def test_a_search_leaves_out_what_the_disk_cannot_hold():
     job, profile = ("facebook/opt-30b", 12 * GIB, 24 * GIB), hardware.load("t4_gcp")
     assert search_for(*job, profile).tune == "none"

@@ -12,18 +12,20 @@ from engines.common.requests import decoder, full_sequence
 from engines.offload.admission import AverageLength
 from engines.offload.backend.base import LoadRequest
 from engines.offload.backend.choice import backend_for
+from engines.offload.flight import Share
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_store.options import kv_store_options
 from engines.offload.loaded_model import EngineStats, LoadedModel
 from engines.offload.loader import load
-from engines.offload.model_runner import ModelRunner, Share
+from engines.offload.model_runner import ModelRunner
 from engines.offload.open_store import limits_beside_store, open_store
 from engines.offload.pass_model import LatencyBudget
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.refusals import refuse
+from engines.offload.score_job import score
 from engines.offload.scoring import Scoring
 from engines.offload.session import Session
-from engines.offload.session_groups import SessionGroups
+from engines.offload.session_groups import SessionGroups, run
 from harness import api
 
 
@@ -57,7 +59,6 @@ class OffloadEngine(api.OnlineEngine):
         self._attention_units = attention_units
         self._runner: ModelRunner | None = None
         self._session: Session | SessionGroups | None = None  # of the requests that `submit` queues
-        self._host_kernels: HostKernels | None = None
         self._resources = ExitStack()  # what `close` must end
 
     def capabilities(self) -> api.Capabilities:
@@ -92,19 +93,19 @@ class OffloadEngine(api.OnlineEngine):
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
                 torch.set_num_threads(min(threads))
-            elif policy.pipeline > 1:
-                torch.set_num_threads(self._threads_of_a_rank(policy.pipeline))
-            host_kernels = HostKernels(job.cache, torch.get_num_threads())
-            resources.callback(host_kernels.close)
             if policy.pipeline > 1:
-                runner: ModelRunner = self._pipeline(request, host_kernels, resources)
+                from engines.offload.pipeline.leader import pipeline_runner
+
+                runner: ModelRunner = pipeline_runner(request, resources, self._attention_units)
             else:
-                backend = backend_for(request, host_kernels, resources, self._attention_units)
-                runner = ModelRunner(load(request, backend, host_kernels, resources))
+                kernels = HostKernels(job.cache, torch.get_num_threads())
+                resources.callback(kernels.close)
+                backend = backend_for(request, kernels, resources, self._attention_units)
+                runner = ModelRunner(load(request, backend, kernels, resources), kernels)
             if self._kv_store is not None:
                 resources.callback(open_store(self._kv_store, runner.loaded, runner.pass_model.row_s).close)
             self._runner, self._session = runner, self._sessions(runner, self._online_budget)
-            self._resources, self._host_kernels = resources.pop_all(), host_kernels
+            self._resources = resources.pop_all()
         return self.loaded.report
 
     def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
@@ -152,15 +153,13 @@ class OffloadEngine(api.OnlineEngine):
         if not sequences:
             return []
         continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
-        done = runner.score(sequences, *loaded.plan.chunk_limits(continued))
+        done = score(runner, sequences, *loaded.plan.chunk_limits(continued))
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 
     def trace(self) -> api.EngineTrace:
-        trace = self.loaded.timeline.trace()
-        return replace(
-            trace, metrics={**trace.metrics, **self.loaded.device.memory(), **self._loaded_runner().metrics()}
-        )
+        trace, more = self.loaded.timeline.trace(), self.loaded.device.memory() | self._loaded_runner().metrics()
+        return replace(trace, metrics={**trace.metrics, **more})
 
     @property
     def loaded(self) -> LoadedModel:
@@ -173,26 +172,12 @@ class OffloadEngine(api.OnlineEngine):
         return self.loaded.stats(session.pending() - session.running, session.running)
 
     def close(self) -> None:
-        if self._host_kernels is not None:
-            self._host_kernels.close()  # before any weight goes: a late thread of the pool may still read one
-        loaded = self._runner is not None
+        if loaded := self._runner is not None:
+            self._loaded_runner().close()
         self._runner = self._session = None  # its tensors must be gone when the device returns memory
         self._resources.close()
         if loaded:
             gc.collect()  # modules refer to each other in circles, and the tables that they hold keep a file open each
-
-    def _threads_of_a_rank(self, ranks: int) -> int:
-        """Ranks that share this host share its cores."""
-        from engines.offload.pipeline.processes import started_by_torchrun
-
-        count = torch.get_num_threads()
-        return count if started_by_torchrun() else max(1, count // ranks)
-
-    def _pipeline(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> ModelRunner:
-        """Loads a stage on every rank."""
-        from engines.offload.pipeline.leader import pipeline_runner
-
-        return pipeline_runner(request, host_kernels, resources, self._attention_units)
 
     def _sessions(
         self, runner: ModelRunner, budget: Callable[[ModelRunner, Share], Callable[[int], int]]
@@ -208,7 +193,7 @@ class OffloadEngine(api.OnlineEngine):
         with runner.exclusive(), runner.one_run():
             session = self._sessions(runner, lambda _, share: runner.job_budget(part, share.plan.chunk, share))
             try:
-                yield from session.run(requests)
+                yield from run(session, requests)
             finally:
                 session.close()
 

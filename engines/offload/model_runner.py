@@ -3,56 +3,39 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from engines.offload.executor import Executor
+from engines.offload.flight import Flight, Share
+from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
-from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.memory.plan import MemoryPlan
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_model import PassModel
-from engines.offload.prefill_budget import PrefillBudget, job_budget, make_scheduler
+from engines.offload.prefill_budget import PrefillBudget, job_budget
 from engines.offload.scheduled_chunk import ScheduledChunk, split
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
-from harness.api import GenerationRequest, HarnessError, InfeasibleError, OffloadPolicy
+from harness.api import GenerationRequest, HarnessError, InfeasibleError
 
 S = TypeVar("S", Generation, Scoring)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one scheduler schedules with: KV blocks, and the policy and plan by which it forms passes."""
-
-    blocks: BlockManager
-    policy: OffloadPolicy
-    plan: MemoryPlan
-
-
-@dataclass(frozen=True)
-class Flight(Generic[S]):
-    """A pass that was begun: the batches that `scheduler` formed."""
-
-    scheduler: Scheduler[S]
-    batches: list[list[ScheduledChunk[S]]]
-    began_s: float
 
 
 class ModelRunner:
     """The `loaded` model at work: schedules passes, packs their batches, hands each sequence its logits.
 
-    `first_layer`: the model's number of the first layer that is loaded.
+    `kernels` end with it, before any weight goes: a late thread of their pool may still read one. `first_layer`: the
+    model's number of the first layer that is loaded.
     """
 
-    def __init__(self, loaded: LoadedModel, first_layer: int = 0) -> None:
+    def __init__(self, loaded: LoadedModel, kernels: HostKernels, first_layer: int = 0) -> None:
         self.loaded = loaded
+        self._kernels = kernels
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
             cache=loaded.cache,
@@ -77,26 +60,6 @@ class ModelRunner:
             yield
         finally:
             self._busy = False
-
-    def score(self, sequences: Sequence[Scoring], prefill_chunk: int, max_logits: int) -> Iterator[Scoring]:
-        """Yields each sequence when it is done. Per pass, a batch computes at most `prefill_chunk` prompt tokens and at
-        most `max_logits` rows of logits.
-
-        Raises HarnessError if another run is active. Closing the iterator early frees the run's KV blocks.
-        """
-        loaded = self.loaded
-        prefill_chunk = min(prefill_chunk, loaded.plan.chunk)
-        whole = Share(loaded.cache, loaded.policy, loaded.plan)
-        budget = self.job_budget([(s.tokens, s.steps_left) for s in sequences], prefill_chunk, whole)
-        scheduler = make_scheduler(
-            sequences, loaded.cache, loaded.policy, loaded.plan, budget, prefill_chunk, max_logits
-        )
-        with self.exclusive(), self.one_run():
-            try:
-                while scheduler.next_arrival_s is not None:
-                    yield from (sequence for sequence, done in self.run_pass(scheduler, time.monotonic) if done)
-            finally:
-                scheduler.close()
 
     @contextmanager
     def one_run(self) -> Iterator[None]:
@@ -133,6 +96,15 @@ class ModelRunner:
     def shares(self) -> Sequence[Share]:
         """What schedulers schedule with; the passes of all are under way at a time."""
         return [Share(self.loaded.cache, self.loaded.policy, self.loaded.plan)]
+
+    @contextmanager
+    def whole(self) -> Iterator[Share]:
+        """All KV blocks for one scheduler."""
+        yield Share(self.loaded.cache, self.loaded.policy, self.loaded.plan)
+
+    def close(self) -> None:
+        """Ends the kernels' threads. Idempotent."""
+        self._kernels.close()
 
     def metrics(self) -> dict[str, float]:
         """What other ranks did since they were last asked; nothing where there are none."""

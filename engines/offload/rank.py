@@ -5,6 +5,7 @@ Rank 0 starts the others itself where torchrun does not.
 """
 
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,9 +24,7 @@ from engines.offload.pipeline.processes import Loaded, follow
 def main() -> int:
     """Runs the rank that the environment names."""
     if int(os.environ.get("RANK", "0")) == 0:
-        from harness.__main__ import main as harness
-
-        harness()
+        runpy.run_module("harness", run_name="__main__", alter_sys=True)
         return 0
     with ExitStack() as resources:
 

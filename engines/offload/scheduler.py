@@ -7,7 +7,8 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 from engines.offload.admission import AverageLength, peak_blocks
-from engines.offload.kv_cache.block_manager import BlockManager, extend_block_hashes
+from engines.offload.kv_cache.block_hashes import extend_block_hashes
+from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.scheduled_chunk import ActiveSequence, Room, ScheduledChunk
 from harness.api import OffloadPolicy

@@ -1,16 +1,15 @@
 """Requests that share passes: they come and are cancelled between passes, and leave as events."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from engines.common.json_schema import Constraint, constraints
 from engines.common.requests import decoder
 from engines.offload.admission import AverageLength
-from engines.offload.model_runner import Flight, ModelRunner, Share
+from engines.offload.flight import Flight, Share
+from engines.offload.model_runner import ModelRunner
 from engines.offload.prefill_budget import make_scheduler
 from engines.offload.scheduler import Scheduler
 from engines.offload.sequence import Generation
@@ -55,10 +54,6 @@ class Session:
         # loaded when the first stop string, and the first schema, needs it
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._constraints: Callable[[str], Constraint] | None = None
-
-    def begin_clock(self, at: float) -> None:
-        """Lets the clock count from this moment of `time.monotonic`."""
-        self._began = at
 
     def clock(self) -> float:
         """Seconds since the session began."""
@@ -123,10 +118,6 @@ class Session:
                 events.append(FinishedEvent(sequence.result()))
         return events
 
-    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """See `run` below."""
-        return run(self, requests)
-
     def close(self) -> None:
         """Drops all requests and frees their KV blocks. Idempotent."""
         self._flight = None
@@ -179,32 +170,3 @@ class Session:
         if sequence.start_s < 0:
             sequence.start_s = self.clock()
         return sequence.result(cancelled=True)
-
-
-class Sessions(Protocol):
-    """What `run` needs of a session, or of several."""
-
-    def submit(self, request: GenerationRequest) -> None: ...
-
-    def pending(self) -> int: ...
-
-    def clock(self) -> float: ...
-
-    def step(self) -> list[Event]: ...
-
-
-def run(session: Sessions, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-    """Submits each request when it arrives; yields its result when it is done. Raises for one that is refused."""
-    to_come = deque(sorted(requests, key=lambda request: request.arrival_s))  # equal arrivals keep their order
-    while to_come or session.pending():
-        while to_come and to_come[0].arrival_s <= session.clock():
-            session.submit(to_come.popleft())
-        if not session.pending():
-            time.sleep(max(0.0, to_come[0].arrival_s - session.clock()))
-            continue
-        for event in session.step():
-            match event:
-                case FinishedEvent(result):
-                    yield result
-                case RefusedEvent(_, reason, kind):
-                    raise (HarnessError if kind == "invalid" else InfeasibleError)(reason)

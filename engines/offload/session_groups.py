@@ -1,11 +1,20 @@
-"""Sessions whose passes are under way at the same time, as one session."""
+"""Sessions whose passes are under way at the same time, as one session; and a job run through either."""
 
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from engines.offload.session import Session, run
-from harness.api import Event, GenerationRequest, GenerationResult
+from engines.offload.session import Session
+from harness.api import (
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+    GenerationResult,
+    HarnessError,
+    InfeasibleError,
+    RefusedEvent,
+)
 
 
 class SessionGroups:
@@ -13,14 +22,11 @@ class SessionGroups:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._sessions = sessions
-        self._began = time.monotonic()
-        for session in sessions:
-            session.begin_clock(self._began)
         self._flying: deque[Session] = deque()
 
     def clock(self) -> float:
         """Seconds since the sessions began."""
-        return time.monotonic() - self._began
+        return self._sessions[0].clock()
 
     @property
     def running(self) -> int:
@@ -56,12 +62,37 @@ class SessionGroups:
             raise
         return events
 
-    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """See session.run."""
-        return run(self, requests)
-
     def close(self) -> None:
         """Drops all requests and frees their KV blocks. Idempotent."""
         self._flying.clear()
         for session in self._sessions:
             session.close()
+
+
+class Sessions(Protocol):
+    """What `run` needs of a session, or of several."""
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def pending(self) -> int: ...
+
+    def clock(self) -> float: ...
+
+    def step(self) -> list[Event]: ...
+
+
+def run(session: Sessions, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    """Submits each request when it arrives; yields its result when it is done. Raises for one that is refused."""
+    to_come = deque(sorted(requests, key=lambda request: request.arrival_s))  # equal arrivals keep their order
+    while to_come or session.pending():
+        while to_come and to_come[0].arrival_s <= session.clock():
+            session.submit(to_come.popleft())
+        if not session.pending():
+            time.sleep(max(0.0, to_come[0].arrival_s - session.clock()))
+            continue
+        for event in session.step():
+            match event:
+                case FinishedEvent(result):
+                    yield result
+                case RefusedEvent(_, reason, kind):
+                    raise (HarnessError if kind == "invalid" else InfeasibleError)(reason)

@@ -204,6 +204,7 @@ class RunSpec:
         "policy": {
             "weight_groups": "input",
             "weight_format": "auto",
+            "pipeline": 1,
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,

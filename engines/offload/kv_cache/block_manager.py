@@ -1,14 +1,10 @@
 """KV blocks by number: which are free, how many sequences hold each, and which prefix each block caches."""
 
-import hashlib
-from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Protocol
-
-from engines.offload.memory.kv_blocks import BLOCK_SIZE
 
 
 class Chunk(Protocol):
@@ -38,7 +34,8 @@ class BlockManager:
     def __init__(self, num_blocks: int, offloaded: int = 0, last: int = 0, part: tuple[int, int] = (0, 1)) -> None:
         self._offloaded_fraction = offloaded / max(1, num_blocks)
         self._first = (0, num_blocks - offloaded, num_blocks - last, num_blocks)  # of each tier
-        tiers = [_part(range(*bounds), *part) for bounds in pairwise(self._first)]
+        i, n = part
+        tiers = [range(a + (b - a) * i // n, a + (b - a) * (i + 1) // n) for a, b in pairwise(self._first)]
         self._sizes = [*map(len, tiers)]
         self.num_blocks = sum(self._sizes)
         self._ref_counts = dict.fromkeys(chain(*tiers), 0)
@@ -128,17 +125,3 @@ class BlockManager:
         offloaded = sum(lower) + 0.5 < self._offloaded_fraction * (near + sum(lower) + 1)
         order = (1, 2, 0) if offloaded else (0, 1, 2)
         return next(tier for tier in order if self._free[tier])
-
-
-def _part(blocks: range, number: int, count: int) -> range:
-    return blocks[len(blocks) * number // count : len(blocks) * (number + 1) // count]
-
-
-def extend_block_hashes(tokens: Sequence[int], hashes: list[bytes], until: int) -> None:
-    """Appends to `hashes`, which covers the first blocks, the hashes of the full blocks of the first `until` tokens.
-
-    A block's hash is of its tokens and the hash before it, so it stands for the whole prefix.
-    """
-    for i in range(len(hashes), until // BLOCK_SIZE):
-        block = array("q", tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]).tobytes()
-        hashes.append(hashlib.blake2b((hashes[-1] if hashes else b"") + block, digest_size=16).digest())

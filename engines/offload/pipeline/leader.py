@@ -14,6 +14,7 @@ import torch
 
 from engines.offload.backend.base import LoadRequest
 from engines.offload.backend.choice import backend_for
+from engines.offload.flight import Flight, Share
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
@@ -21,11 +22,11 @@ from engines.offload.loader import load
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.storage import storages
 from engines.offload.model.stage import Stage
-from engines.offload.model_runner import Flight, ModelRunner, Share
+from engines.offload.model_runner import ModelRunner
 from engines.offload.pipeline.follower import REPORTED
 from engines.offload.pipeline.links import END, PASS, Links, LostRankError
 from engines.offload.pipeline.messages import PassMessage
-from engines.offload.pipeline.processes import Loaded, leading
+from engines.offload.pipeline.processes import Loaded, leading, started_by_torchrun
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -42,9 +43,10 @@ class PipelineRunner(ModelRunner):
     """
 
     def __init__(
-        self, loaded: LoadedModel, links: Links, stage: Stage, groups: int, blocks: int, why_lost: Callable[[], str]
-    ) -> None:
-        super().__init__(loaded, stage.first)
+        self, loaded: LoadedModel, kernels: HostKernels, links: Links, stage: Stage, groups: int, blocks: int,
+        why_lost: Callable[[], str],
+    ) -> None:  # fmt: skip
+        super().__init__(loaded, kernels, stage.first)
         self._links = links
         self._why_lost = why_lost
         self._broken = False
@@ -63,10 +65,11 @@ class PipelineRunner(ModelRunner):
         return self._shares
 
     def close(self) -> None:
-        """Lets the other ranks end. Idempotent."""
+        """Lets the other ranks end too."""
         if not self._broken:
             self._links.announce(END)
             self._broken = True
+        super().close()
 
     def metrics(self) -> dict[str, float]:
         """Of each other rank, as `rank1_busy_s` and so on; see follower.REPORTED."""
@@ -77,10 +80,13 @@ class PipelineRunner(ModelRunner):
         return {f"rank{rank}_{name}": value for rank, values in enumerate(found, 1)
                 for name, value in zip(REPORTED, values, strict=True)}  # fmt: skip
 
-    def score(self, sequences: Sequence[Scoring], prefill_chunk: int, max_logits: int) -> Iterator[Scoring]:
-        self._forget_prefixes()  # all blocks are one scheduler's now
+    @contextmanager
+    def whole(self) -> Iterator[Share]:
+        """All blocks as one scheduler's, and then the groups' again: neither finds what the other has cached."""
+        self._forget_prefixes()
         try:
-            yield from super().score(sequences, prefill_chunk, max_logits)
+            with super().whole() as share:
+                yield share
         finally:
             self._forget_prefixes()
 
@@ -132,13 +138,16 @@ def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool
     return max(1, min(ranks, batch, blocks // blocks_for(longest)))
 
 
-def pipeline_runner(
-    request: LoadRequest, host_kernels: HostKernels, resources: ExitStack, attention_units: int | None
-) -> PipelineRunner:
+def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units: int | None) -> PipelineRunner:
     """Loads a model on `policy.pipeline` ranks; `resources` end them. Raises as OffloadEngine.load does, naming the
     rank."""
-    policy = request.policy
-    ranks = resources.enter_context(leading(policy.pipeline, torch.get_num_threads()))
+    policy, threads = request.policy, torch.get_num_threads()
+    if not (started_by_torchrun() or policy.threads or request.limits.threads):
+        threads = max(1, threads // policy.pipeline)  # ranks that share this host share its cores
+        torch.set_num_threads(threads)
+    ranks = resources.enter_context(leading(policy.pipeline, threads))
+    host_kernels = HostKernels(request.job.cache, threads)
+    resources.callback(host_kernels.close)
     if policy.compute_dtype == "auto":  # this rank's choice, as activations travel in it
         layers, outside, _ = storages(request.model.dtype, policy)
         with ExitStack() as trial:
@@ -154,6 +163,6 @@ def pipeline_runner(
     loaded = replace(loaded, plan=replace(plan, sequences=agreed.sequences, chunk=agreed.chunk))
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
     groups = group_count(ranks.count, agreed.blocks, longest, batch, agreed.streams)
-    runner = PipelineRunner(loaded, ranks.links(), stage, groups, agreed.blocks, ranks.why_lost)
+    runner = PipelineRunner(loaded, host_kernels, ranks.links(), stage, groups, agreed.blocks, ranks.why_lost)
     resources.callback(runner.close)
     return runner

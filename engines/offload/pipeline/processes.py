@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -189,12 +190,21 @@ def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Links], None]]]
         loaded, work = load(_told(json.loads(store.get("load")), rank, count))
         store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
         work(links)
+        dist.destroy_process_group()
     except HarnessError as exc:
         _tell(links, str(exc))
-        sys.exit(1)
+        _end_now()
     except BaseException as exc:
         _tell(links, f"{type(exc).__name__}: {exc}")
-        raise
+        traceback.print_exc()
+        _end_now()
+
+
+def _end_now() -> None:
+    """Without waiting for threads that still receive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def versions() -> str:

@@ -100,7 +100,7 @@ function show(now) {
   fill("batch-rows", now.batches.map((batch) => {
     const done = batch.completed + batch.failed;
     return row(batch.id, meter(batch.total ? done / batch.total : 0, `${done} of ${batch.total} lines`),
-      {text: `${done} / ${batch.total} lines, ${batch.status}`});
+      {text: `${done} / ${batch.total} lines, ${batch.status.replaceAll("_", " ")}`});
   }));
   byId("all").hidden = false;
 }

@@ -192,43 +192,41 @@ def test_compose_runs_a_suite_and_leaves_the_report(images, tmp_path):
     assert report.exists(), done.stdout[-2000:]
 
 
-def test_compose_serves_a_model(images, tmp_path):
-    """A request from outside is answered, and a stop lets it end."""
+def test_a_model_is_served_by_its_image(images, client, tmp_path):
+    """A request is answered, and a stop lets the server end by itself."""
     build("serve")
-    save_with_tokenizer(tmp_path / "models" / "m")
-    file = ["-f", str(ROOT / "compose.yaml"), "--project-directory", str(tmp_path), "--profile", "serve"]
-    command, port = [*compose(), *file], _free_port()
-    settings = os.environ | {"MODEL": "/models/m", "MEMORY": "512MiB", "PORT": str(port), "HARNESS_API_KEY": "secret"}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], env=settings, capture_output=True, text=True, check=False)
+    save_with_tokenizer(tmp_path / "m")
+    port = _free_port()
+    command = ["--model", "/models/m", "--memory", "512MiB", "--port", str(port)]
+    container = client.containers.run(
+        "offload-harness/serve", command, detach=True, network_mode="host", environment={"HARNESS_API_KEY": "secret"},
+        mounts=[docker.types.Mount("/models", str(tmp_path), "bind", read_only=True)], cap_drop=["ALL"], init=True,
+    )  # fmt: skip
 
     def asked(path: str, body: object = None) -> dict[str, object]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}{path}", None if body is None else json.dumps(body).encode(),
-            {"authorization": "Bearer secret"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        data = None if body is None else json.dumps(body).encode()
+        url, key = f"http://127.0.0.1:{port}{path}", {"authorization": "Bearer secret"}
+        with urllib.request.urlopen(urllib.request.Request(url, data, key), timeout=60) as answer:
             return json.load(answer)
 
     def ready() -> bool:
         with contextlib.suppress(OSError):
             return bool(asked("/ready")["ready"])
+        container.reload()
+        assert container.status != "exited", container.logs().decode()[-2000:]
         return False
 
     try:
-        up = run("up", "--no-build", "--detach")
-        assert up.returncode == 0, up.stderr[-2000:]
         wait_for(ready, seconds=240)
         answer = asked("/v1/completions", {"prompt": "w5 w6", "max_tokens": 3, "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == 3
         assert asked("/status")["generated_tokens"] == 3
-        stopped = run("stop")
-        assert stopped.returncode == 0, stopped.stderr[-2000:]
+        container.stop(timeout=30)
+        container.reload()
+        assert container.attrs["State"]["ExitCode"] in (0, 143), container.logs().decode()[-2000:]
+        assert b"Traceback" not in container.logs()
     finally:
-        logs = run("logs")
-        run("down", "-v")
-    assert "Traceback" not in logs.stdout, logs.stdout[-2000:]
+        container.remove(force=True)
 
 
 def _free_port() -> int:

@@ -27,7 +27,7 @@ def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):
     there = pretend.fresh()
     engine = OffloadEngine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engines.offload.engine.opened", lambda limits, units: there)
+        patch.setattr("engines.offload.backend.choice.opened", lambda limits, units: there)
         patch.setattr("engines.offload.backend.cuda.DeviceKernels", lambda: DeviceKernels(triton=False))
         limits = api.HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
         report = engine.load(model, api.OffloadPolicy(**policy), limits, api.Job(cache, cache, 64, 64))

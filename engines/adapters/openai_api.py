@@ -21,6 +21,8 @@ from harness.common.system import usable_cpus
 _VERSIONS = (("/version", "version"), ("/props", "build_info"), ("/get_server_info", "version"), ("/info", "version"))
 #: Seconds that `step` waits for an event.
 _WAIT_S = 0.05
+#: How long after a connection was lost its server's process may take to end.
+_ENDS_S = 0.2
 #: Positions that llama.cpp's server keeps free in each sequence.
 _SPARE = 16
 
@@ -141,13 +143,15 @@ class OpenAiApiEngine(api.OnlineEngine):
                 events.append(self._events.get_nowait())
         except queue.Empty:
             pass
+        lost = False
         for event in events:
             if isinstance(event, api.FinishedEvent):
                 self._pending.discard(event.result.id)
             elif isinstance(event, api.RefusedEvent):
                 self._pending.discard(event.id)
-                if self._server:
-                    self._server.require_alive()
+                lost = lost or event.kind == "infeasible"
+        if lost and self._server:
+            self._server.require_alive(_ENDS_S)
         return events
 
     def pending(self) -> int:

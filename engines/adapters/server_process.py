@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +64,10 @@ class ServerProcess:
                                    "its path")  # fmt: skip
         self._process = start_tied([program, *words[1:]], log)
 
-    def require_alive(self) -> None:
-        """Raises HarnessError with the log's last line where the server has ended."""
-        if (code := self._process.poll()) is not None:
+    def require_alive(self, soon_s: float = 0.0) -> None:
+        """Raises HarnessError with the log's last line where the server has ended, or does so within `soon_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(soon_s)
             raise HarnessError(f"the server ended with {code}: {self.last_line()}")
 
     def wait(self, healthy: Callable[[], bool], timeout_s: float) -> None:

@@ -195,12 +195,13 @@ def test_compose_runs_a_suite_and_leaves_the_report(images, tmp_path):
 def test_a_model_is_served_by_its_image(images, client, tmp_path):
     """A request is answered, and a stop lets the server end by itself."""
     build("serve")
-    save_with_tokenizer(tmp_path / "m")
+    model = save_with_tokenizer(tmp_path / "m")
+    model.chmod(0o755)  # the server is not root
     port = _free_port()
     command = ["--model", "/models/m", "--memory", "512MiB", "--port", str(port)]
     container = client.containers.run(
         "offload-harness/serve", command, detach=True, network_mode="host", environment={"HARNESS_API_KEY": "secret"},
-        mounts=[docker.types.Mount("/models", str(tmp_path), "bind", read_only=True)], cap_drop=["ALL"], init=True,
+        mounts=[docker.types.Mount("/models/m", str(model), "bind", read_only=True)], cap_drop=["ALL"], init=True,
     )  # fmt: skip
 
     def asked(path: str, body: object = None) -> dict[str, object]:

@@ -197,6 +197,8 @@ def test_a_model_is_served_by_its_image(images, client, tmp_path):
     build("serve")
     model = save_with_tokenizer(tmp_path / "m")
     model.chmod(0o755)  # the server is not root
+    for path in model.iterdir():
+        path.chmod(0o644)
     port = _free_port()
     command = ["--model", "/models/m", "--memory", "512MiB", "--port", str(port)]
     container = client.containers.run(

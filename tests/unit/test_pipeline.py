@@ -82,13 +82,20 @@ POLICIES = [
 ]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("ranks", "policy"),
+    ("model", "ranks", "policy"),
     [
-        (2, POLICIES[0]),
-        *(pytest.param(n, p, marks=pytest.mark.slow) for n, p in zip((3, 2, 3), POLICIES[1:], strict=True)),
+        ("opt", 2, POLICIES[0]),
+        ("llama", 2, POLICIES[0]),
+        pytest.param("llama", 3, POLICIES[1], marks=SLOW),
+        pytest.param("opt", 2, POLICIES[2], marks=SLOW),
+        pytest.param("llama", 3, POLICIES[3], marks=SLOW),
     ],
     ids=str,
+    indirect=["model"],
 )
 def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache, ranks, policy):
     requests = requests_of(7, 6)

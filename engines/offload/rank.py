@@ -34,10 +34,9 @@ def main() -> int:
             kernels = HostKernels(request.job.cache, torch.get_num_threads())
             resources.callback(kernels.close)
             loaded = load(request, backend_for(request, kernels, resources, None), kernels, resources)
-            stage, plan = request.stage, loaded.plan
+            stage = request.stage
             assert stage is not None
-            told = Loaded(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
-            return told, lambda links: Follower(loaded, links, stage.is_first, stage.first).run()
+            return Loaded.of(loaded), lambda links: Follower(loaded, links, stage.is_first, stage.first).run()
 
         follow(load_stage)
     return 0

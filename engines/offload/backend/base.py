@@ -14,7 +14,7 @@ from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, WeightStorage
-from engines.offload.model.activation_offload import Activations
+from engines.offload.model.kept_activations import Activations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
 from engines.offload.timeline import Timeline

@@ -27,7 +27,7 @@ from engines.offload.memory.kv_blocks import STAGES, kv_block_bytes, pieces, rec
 from engines.offload.memory.layout import READERS, WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Panels, Storage, WeightStorage
-from engines.offload.model.activation_offload import LowerActivations
+from engines.offload.model.kept_activations import LowerActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm

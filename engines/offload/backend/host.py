@@ -17,7 +17,7 @@ from engines.offload.memory.kv_blocks import record_bytes, stage_blocks
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, weight_formats
-from engines.offload.model.activation_offload import DiskActivations
+from engines.offload.model.kept_activations import DiskActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm

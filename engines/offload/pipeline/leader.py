@@ -157,10 +157,8 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     stage = request.stage
     assert stage is not None
     loaded = load(request, backend_for(request, host_kernels, resources, attention_units), host_kernels, resources)
-    plan = loaded.plan
-    own = Loaded(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
-    agreed = ranks.agree(own)
-    loaded = replace(loaded, plan=replace(plan, sequences=agreed.sequences, chunk=agreed.chunk))
+    agreed = ranks.agree(Loaded.of(loaded))
+    loaded = replace(loaded, plan=replace(loaded.plan, sequences=agreed.sequences, chunk=agreed.chunk))
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
     groups = group_count(ranks.count, agreed.blocks, longest, batch, agreed.streams)
     runner = PipelineRunner(loaded, host_kernels, ranks.links(), stage, groups, agreed.blocks, ranks.why_lost)

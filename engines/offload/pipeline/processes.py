@@ -22,6 +22,7 @@ import transformers
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.offload.backend.base import LoadRequest
+from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.stages import stage_of, stages
@@ -45,6 +46,12 @@ class Loaded:
     sequences: int
     chunk: int
     streams: bool
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "Loaded":
+        """That of this rank."""
+        plan = loaded.plan
+        return cls(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
 
 
 @dataclass

@@ -64,6 +64,7 @@ function showSpeed() {
 }
 
 function show(now) {
+  if (samples.length && now.passes < samples.at(-1).passes) samples.length = 0; // it was started again
   samples.push(now);
   while (now.time_s - samples[0].time_s > KEPT_S) samples.shift();
   const then = since(RECENT_S);

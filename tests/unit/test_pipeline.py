@@ -151,6 +151,12 @@ def test_a_rank_that_dies_is_named_and_nothing_is_left(model, cache):
     assert children() == []
 
 
+def test_more_ranks_than_layers_are_refused_before_any_is_started(model, cache, monkeypatch):
+    monkeypatch.setattr("engines.offload.pipeline.leader.leading", lambda *_: pytest.fail("started"))
+    with pytest.raises(HarnessError, match="4 stages for 3 layers"):
+        load(model, cache, pipeline=4)
+
+
 @pytest.mark.slow
 def test_a_rank_that_cannot_load_says_why(model, cache):
     with pytest.raises(HarnessError, match=r"rank 1 of the pipeline: offload needs|offload needs"):

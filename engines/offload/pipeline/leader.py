@@ -27,6 +27,7 @@ from engines.offload.pipeline.follower import REPORTED
 from engines.offload.pipeline.links import END, PASS, Links, LostRankError
 from engines.offload.pipeline.messages import PassMessage
 from engines.offload.pipeline.processes import Loaded, leading, started_by_torchrun
+from engines.offload.pipeline.stages import stages
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -142,6 +143,7 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     """Loads a model on `policy.pipeline` ranks; `resources` end them. Raises as OffloadEngine.load does, naming the
     rank."""
     policy, threads = request.policy, torch.get_num_threads()
+    stages(request.model.shape, policy.pipeline)  # raises for too many, before any process is started
     if not (started_by_torchrun() or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.pipeline)  # ranks that share this host share its cores
         torch.set_num_threads(threads)

@@ -42,18 +42,19 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         self._num_logprobs = {i: s.logprobs for i, s in enumerate(rows) if s.logprobs is not None}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `select`; transformers refuses processors that take more than this."""
-        return self.select(input_ids, scores)
+        """See `select`; transformers refuses processors that take more than this, and calls once a step."""
+        self._steps += 1
+        return self.select(input_ids, scores, self._steps - 1)
 
     def select(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, allowed: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, scores: torch.Tensor, generated: int, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Takes float32 scores [rows, vocab] and returns scores whose argmax is the selected token, one of those that
-        are `allowed` [rows, vocab]."""
+        """Takes float32 scores [rows, vocab] after so many `generated` tokens and returns scores whose argmax is the
+        selected token, one of those that are `allowed` [rows, vocab]."""
         log_probs = {row: torch.log_softmax(scores[row], dim=-1) for row in self._num_logprobs}
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
-        banned = torch.where(self._eos_banned_until > self._steps)[0]
+        banned = torch.where(self._eos_banned_until > generated)[0]
         scores[banned[:, None], self._eos] = -torch.inf
         for row, (warpers, generator) in self._sampled.items():
             warped = warpers(input_ids[row : row + 1], scores[row : row + 1])
@@ -61,8 +62,15 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
             scores[row] = (warped - noise.clamp_min(torch.finfo(noise.dtype).tiny).log())[0]
         for row, values in log_probs.items():
             self.logprobs[row].append(token_logprob(values, int(scores[row].argmax()), self._num_logprobs[row]))
-        self._steps += 1
         return scores
+
+
+def likeliest_token(logits: torch.Tensor) -> int:
+    """The token with the largest of the logits [vocab], the first of equal ones.
+
+    By numpy, which compares many values at a time where torch's argmax compares one after the other.
+    """
+    return int(logits.float().numpy().argmax())
 
 
 class RowClock(StoppingCriteria):  # type: ignore[misc]

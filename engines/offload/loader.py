@@ -19,6 +19,7 @@ from engines.offload.memory.plan import MemoryPlan, mib
 from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.memory.storage import Panels, Plain, WeightStorage
 from engines.offload.model.activation_offload import ActivationOffload
+from engines.offload.model.fused_norms import fuse_rms_norms
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
@@ -56,6 +57,8 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
+    if (norm := backend.kernels.rms_norm()) is not None:
+        fuse_rms_norms(meta_model.module, norm)
     stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)

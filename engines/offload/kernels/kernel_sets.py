@@ -27,6 +27,7 @@ from engines.offload.kernels.quantizer import (
     reference_quantizer,
 )
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
+from engines.offload.kernels.rms_norm import RMSNorm, compiled_rms_norm
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
@@ -56,6 +57,9 @@ class KernelSet(Protocol):
 
     def hadamard(self) -> Hadamard:
         """Rotates keys and values before they are quantized."""
+
+    def rms_norm(self) -> RMSNorm | None:
+        """Norms rows in one call; None where there is no such kernel."""
 
 
 class HostKernels:
@@ -118,6 +122,9 @@ class HostKernels:
 
     def hadamard(self) -> Hadamard:
         return self._compiled(lambda: compiled_hadamard(self.cache, self.threads)) or hadamard
+
+    def rms_norm(self) -> RMSNorm | None:
+        return self._compiled(lambda: compiled_rms_norm(self.cache))
 
     def row_writer(self) -> RowWriter:
         """Writes new keys and values into KV blocks."""
@@ -184,6 +191,9 @@ class DeviceKernels:
 
     def hadamard(self) -> Hadamard:
         return hadamard
+
+    def rms_norm(self) -> RMSNorm | None:
+        return None
 
 
 def _unpack_rows(

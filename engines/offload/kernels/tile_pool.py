@@ -127,7 +127,7 @@ MatrixProduct = tuple[PanelTiles, torch.Tensor | None, torch.Tensor]
 def _check(
     x: torch.Tensor, dtype: torch.dtype, tiles: PanelTiles, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    assert out.shape == (len(x), tiles.rows) and tiles.columns == x.shape[1]
+    assert out.shape == (x.shape[0], tiles.rows) and tiles.columns == x.shape[1]
     assert out.stride(1) == 1 and out.dtype == x.dtype == dtype
     assert bias is None or (bias.shape == (tiles.rows,) and bias.is_contiguous() and bias.dtype == dtype)
 

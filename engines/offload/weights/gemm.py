@@ -169,14 +169,17 @@ def device_gemm(
     return replace(candidate, name=f"torch on {device.where.type}", flops=trial.flops / max(seconds, 1e-9))
 
 
-def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialized matrix [rows, outputs] in the dtype of `like`, with zeros between its rows.
+def padded_output(rows: int, outputs: int, like: torch.Tensor, zeros: bool = True) -> torch.Tensor:
+    """An uninitialized matrix [rows, outputs] in the dtype of `like`, with a gap between its rows.
 
-    Zeros, as oneDNN's bfloat16 kernels for AMX read past a row's end where its columns are no multiple of their tiles,
-    and multiply what is there by zero: NaN, if uninitialized memory happens to hold one.
+    Of `zeros` for libraries: oneDNN's bfloat16 kernels for AMX read past a row's end where its columns are no multiple
+    of their tiles, and multiply what is there by zero: NaN, if uninitialized memory happens to hold one.
     """
+    if rows == 1 and not zeros:
+        return like.new_empty(1, outputs)
     padded = like.new_empty(rows, outputs + _ROW_PAD)
-    padded[:, outputs:] = 0
+    if zeros:
+        padded[:, outputs:] = 0
     return padded[:, :outputs]
 
 

@@ -50,14 +50,14 @@ class JointGemm:
         self.matrix = operands[0].matrices[0]
         self._x = operands[0].x
         self._backend = backend
-        counts = [len(request.x) for request in operands]
+        counts = [request.x.shape[0] for request in operands]
         rows = sum(counts)
         padded = rows if backend.pool else padded_rows(rows, self._x.element_size())
         if len(operands) > 1 or padded > rows:
             self._x = padded_output(padded, self._x.shape[1], self._x)
             torch.cat([request.x for request in operands], out=self._x[:rows])
             self._x[rows:] = 0
-        outs = [padded_output(padded, count, self._x) for count in outputs]
+        outs = [padded_output(padded, count, self._x, zeros=backend.pool is None) for count in outputs]
         #: By matrix: its bias and results.
         self._of = dict(zip(operands[0].matrices, zip(operands[0].biases, outs, strict=True), strict=True))
         self.parts: list[Sequence[torch.Tensor] | None] = [outs]
@@ -72,7 +72,7 @@ class JointGemm:
         """Adds the contribution of one tile, whose stored values are `weight`; returns its number. `gemm` multiplies
         weights that are stored so, where the backend has no pool."""
         self._added += 1
-        if len(self._x):  # else no batch wants logits of this pass
+        if self._x.shape[0]:  # else no batch wants logits of this pass
             self._add(tile, weight, gemm)
         return self._added - 1
 
@@ -93,7 +93,7 @@ class JointGemm:
     def add_run(self, run: ResidentRun) -> None:
         """Adds the contribution of the next tiles, on the backend's pool. They are done on return if they are all."""
         self._added += run.count
-        if not len(self._x):
+        if not self._x.shape[0]:
             return
         if run.whole:
             assert self._backend.pool is not None

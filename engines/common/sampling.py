@@ -21,6 +21,8 @@ from harness.api import SamplingParams, TokenLogprob
 
 #: The lowest temperature that float32 scores are divided by; sampling is greedy well above it.
 _MIN_TEMPERATURE = 1e-6
+#: Of one row: none of the settings of `RowSampler.token` looks at earlier tokens.
+_NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
 
 class RowSampler(LogitsProcessor):  # type: ignore[misc]
@@ -36,6 +38,7 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         self._steps = 0
         self._eos_banned_until = torch.tensor([math.inf if s.ignore_eos else s.min_tokens for s in rows])
         self._eos = torch.tensor(list(eos), dtype=torch.long)
+        self._ends = frozenset(eos)
         self._sampled = {
             i: (_warpers(s), np.random.default_rng(s.seed)) for i, s in enumerate(rows) if s.temperature > 0
         }
@@ -64,13 +67,15 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
             self.logprobs[row].append(token_logprob(values, int(scores[row].argmax()), self._num_logprobs[row]))
         return scores
 
-
-def likeliest_token(logits: torch.Tensor) -> int:
-    """The token with the largest of the logits [vocab], the first of equal ones.
-
-    By numpy, which compares many values at a time where torch's argmax compares one after the other.
-    """
-    return int(logits.float().numpy().argmax())
+    def token(self, logits: torch.Tensor, generated: int, allowed: torch.Tensor | None = None) -> int:
+        """The token of the only row, as `select` has it, by logits [1, vocab] of any type."""
+        scores = logits.float()
+        if not self._sampled and not self._num_logprobs and allowed is None:
+            # by numpy, which compares many values at a time where torch's argmax compares one after the other
+            token = int(scores.numpy().argmax())
+            if token not in self._ends:  # which it may not be allowed to be yet
+                return token
+        return int(self.select(_NO_IDS, scores, generated, allowed)[0].argmax())
 
 
 class RowClock(StoppingCriteria):  # type: ignore[misc]

@@ -10,7 +10,6 @@ from engines.common.json_schema import Constraint
 from engines.offload.scheduled_chunk import ActiveSequence
 from harness.api import GenerationRequest, GenerationResult, TokenLogprob
 
-_NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 #: Rows of logits whose log-probabilities are computed at a time, so that they stay in the CPU's caches.
 _ROWS = 16
 
@@ -31,8 +30,6 @@ class Generation(ActiveSequence):
         self._decode = decode
         self._constraint = constraint
         self._sampler = sampling.RowSampler([request.sampling], eos)
-        # the likeliest token is the next, and nobody asks how likely it was
-        self._plain = request.sampling.temperature <= 0 and request.sampling.logprobs is None and constraint is None
         self._reason: Literal["length", "stop"] | None = None
         self._prompt_logprobs: list[TokenLogprob] = []  # of the prompt's second token, its third, and so on
 
@@ -53,22 +50,14 @@ class Generation(ActiveSequence):
         self._score_prompt(logits[:scored])
         if scored == len(logits):
             return False
-        self.tokens.append(self._select(logits[scored]))
+        allowed = self._constraint.allowed()[None] if self._constraint else None
+        self.tokens.append(self._sampler.token(logits[scored:], len(self.times), allowed))
         self.times.append(now_s)
         generated = self.tokens[len(self.request.prompt) :]
         self._reason = sampling.finish_reason(self.request.sampling, generated, self._eos, self._decode)
         if self._constraint and self._reason is None:
             self._reason = self._constraint.accept(self.tokens[-1])
         return self._reason is not None
-
-    def _select(self, logits: torch.Tensor) -> int:
-        """The next token by its logits [vocab]."""
-        if self._plain and (token := sampling.likeliest_token(logits)) not in self._eos:  # which may have to wait
-            return token
-        allowed = self._constraint.allowed()[None] if self._constraint else None
-        # none of its settings looks at earlier tokens
-        scores = self._sampler.select(_NO_IDS, logits[None].float(), len(self.times), allowed)
-        return int(scores[0].argmax())
 
     @property
     def last_logprob(self) -> TokenLogprob | None:

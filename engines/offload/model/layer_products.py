@@ -147,10 +147,8 @@ class LayerProducts:
 
     def _serves_logits_only(self, name: str, rows: int) -> bool:
         """Whether a matrix comes after the last attention and its `rows` are the batch's, some without logits."""
-        if name not in self._after_attention:
-            return False
         batch = current_batch.get()
-        return len(batch.logits_indices) < len(batch.ids) == rows
+        return name in self._after_attention and len(batch.logits_indices) < len(batch.ids) == rows
 
 
 def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:

@@ -234,6 +234,7 @@ machine_rates: Callable[[], services.MachineRatesProbe] = _module("engines.commo
 planner: Callable[[], services.Planner] = _module("engines.planning.plan")
 simulator: Callable[[], services.Simulator] = _module("engines.planning.simulated")
 forecaster: Callable[[], services.Forecaster] = _module("engines.planning.forecast")
+nano_search: Callable[[], services.NanoSearch] = _module("engines.planning.nano_search")
 published_figures: Callable[[], services.PublishedFigures] = _module("engines.planning.published")
 model_fits: Callable[[], services.ModelFits] = _module("engines.planning.fit")
 _tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
@@ -244,6 +245,13 @@ def calibrator() -> services.Calibrator:
     require_linux("harness calibrate")
     ENGINES["offload"].require("harness calibrate")
     return cast(services.Calibrator, importlib.import_module("engines.offload.calibrate.host"))
+
+
+def layer_probe() -> services.LayerProbe:
+    """Raises HarnessError where a module that the offload engine needs is missing."""
+    require_linux("harness tune")
+    ENGINES["offload"].require("harness tune")
+    return cast(services.LayerProbe, importlib.import_module("engines.offload.calibrate.layer_times"))
 
 
 def lm_eval() -> services.LmEval:

@@ -88,7 +88,7 @@ class OffloadEngine(api.OnlineEngine):
             if policy.pipeline > 1:
                 raise api.UnsupportedError("options.kv_store: ranks of a pipeline keep nothing: leave one out")
             limits = limits_beside_store(limits, self._kv_store)
-        request = LoadRequest(model, policy, limits, job)
+        request = LoadRequest.of(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:

@@ -74,7 +74,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     cache = backend.kv_cache(throttle, stack)
     offload = None
     if backend.moves_activations:
-        batches = policy.num_gpu_batches * policy.nano_batches
+        batches = policy.num_gpu_batches * policy.nano_count
         activations = backend.activations(batches, rows, model.shape.hidden * compute_bytes, throttle)
         offload = ActivationOffload(offloaded_layers, activations, backend.placement().activations[2])
         stack.callback(offload.close)
@@ -93,7 +93,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         *_buffered(reader.direct or not streamed, cache, offload),
     ]
     overlaps: Sequence[AttentionOverlap] = ()
-    if policy.nano_batches > 1 and policy.nano_overlap:
+    if policy.nano_count > 1 and policy.nano_overlap:
         is_streamed = [i not in plan.resident for i in range(len(tiles))]
         group_of = {matrix.name: matrix.group for matrix in meta_model.matrices}
         groups = [group_of[join[0]] for join in meta_model.joins]

@@ -121,7 +121,7 @@ class ModelRunner:
         """Forms a pass."""
         loaded, counts, began = self.loaded, self.loaded.counts, time.monotonic()
         before = scheduler.shared_tokens, scheduler.preemptions
-        batches = [p for b in scheduler.next_pass(clock()) for p in split(b, loaded.policy.nano_batches)]
+        batches = [p for b in scheduler.next_pass(clock()) for p in split(b, loaded.policy.nano_count)]
         counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
         counts.preemptions += scheduler.preemptions - before[1]
         if not batches:

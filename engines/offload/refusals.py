@@ -6,7 +6,7 @@ from harness.api import HardwareLimits, LocalModel, OffloadPolicy, UnsupportedEr
 def refuse(policy: OffloadPolicy, limits: HardwareLimits, model: LocalModel | None) -> None:
     """Raises UnsupportedError for settings that do not go together. What a model lacks, only its module tells."""
     for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
-        if getattr(policy, field) > 1 and policy.schedule != schedule:
+        if getattr(policy, field) != 1 and policy.schedule != schedule:
             raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
     if policy.cpu_attention and not limits.gpu:
         raise UnsupportedError("policy.cpu_attention: without a device all attention is the host's: leave it out")

@@ -227,7 +227,7 @@ class ClosedFormPlanner:
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
         """The engine under a policy: while the host attends, the device needs another batch to multiply."""
-        several = policy.num_gpu_batches > 1 or (policy.nano_batches > 1 and policy.nano_overlap)
+        several = policy.num_gpu_batches > 1 or (policy.nano_count > 1 and policy.nano_overlap)
         return replace(
             self.engine,
             overlap=self.engine.overlap if policy.overlap else "none",

@@ -92,7 +92,7 @@ class Simulator:
         self._ends = {spans[layer * per_layer - 1].stop - 1 for layer in range(1, layers)}
         files = [placed.tiles[span.start].file for span in spans]  # one for each layer
         slots = min(placed.plan.slots, sum(self._streamed))
-        overlapped = policy.nano_batches > 1 and policy.nano_overlap
+        overlapped = policy.nano_count > 1 and policy.nano_overlap
         overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
         #: The operations of a pass by its number of batches.
         self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps))
@@ -128,7 +128,7 @@ class Simulator:
         while (arrival := scheduler.next_arrival_s) is not None:
             self._now = max(self._now, arrival)
             scheduled = scheduler.next_pass(self._now)
-            batches = [part for batch in scheduled for part in split(batch, self._policy.nano_batches)]
+            batches = [part for batch in scheduled for part in split(batch, self._policy.nano_count)]
             if not batches:
                 raise HarnessError("no sequence can go on: the cache is too small for what was let in")
             self._pass(batches)

@@ -8,6 +8,7 @@ from harness.api.common import Bits, Schedule, Tune
 from harness.api.engine import GenerationRequest, Score
 from harness.api.hardware import HardwareProfile
 from harness.api.machine import LocalModel, ModelDescription, ModelShape
+from harness.api.nano import LayerTimes, NanoPipeline
 from harness.api.record import Forecast, RunRecord
 from harness.api.spec import HardwareLimits, ModelSpec, OffloadPolicy, RunSpec
 from harness.api.task import Pair, Task, Tokens
@@ -89,6 +90,23 @@ class Calibrator(Protocol):
 
     def measure(self, cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
         """`folder`: where the disk is measured; `report` is told what is measured next."""
+
+
+class LayerProbe(Protocol):
+    """Measures a layer of a model on this host."""
+
+    def layer_times(
+        self, cache: Path, model: LocalModel, policy: OffloadPolicy, rows: int, context: int, read_s: float,
+        report: Callable[[str], None],
+    ) -> LayerTimes:  # fmt: skip
+        """Of a pass in which `rows` sequences decode at `context` cached tokens; `report` is told what is measured."""
+
+
+class NanoSearch(Protocol):
+    """The search for pipelines of nano-batches."""
+
+    def search_measured(self, shape: ModelShape, times: LayerTimes) -> NanoPipeline:
+        """The shortest pipeline found for a model whose layer was measured; some of its layers."""
 
 
 class Planner(Protocol):

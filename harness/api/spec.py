@@ -40,8 +40,9 @@ class OffloadPolicy:
     quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`).
     `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. `compute_dtype`: int8 rounds
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
-    arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap` the attention of one runs
-    beside the products of another. `pipeline`: ranks, each a process with its own limits, that hold a part of the
+    arithmetic alternate. A sweep splits its batch into `nano_batches` (`auto`: as many as `harness tune` kept for the
+    model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
+    `pipeline`: ranks, each a process with its own limits, that hold a part of the
     layers each.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
@@ -62,7 +63,7 @@ class OffloadPolicy:
     cpu_attention: bool = False
     value_sparsity: float = 1.0
     overlap: bool = True
-    nano_batches: int = 1
+    nano_batches: int | Literal["auto"] = 1
     nano_overlap: bool = True
     prefill_chunk: int | None = None
     threads: int | None = None
@@ -73,6 +74,11 @@ class OffloadPolicy:
     def block_size(self) -> int:
         """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
+
+    @property
+    def nano_count(self) -> int:
+        """Parts of a sweep's batch; 1 where `auto` is not settled yet."""
+        return 1 if self.nano_batches == "auto" else self.nano_batches
 
     def float_dtype(self, engine: str, stored: Dtype) -> Dtype:
         """The dtype that `engine`, which has no int8 arithmetic, computes in; `stored`, the model's, for auto. Raises
@@ -90,9 +96,11 @@ class OffloadPolicy:
 
     def validate(self) -> None:
         """Raises HarnessError naming the first field that is out of range."""
-        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "nano_batches", "pipeline"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "pipeline"):
             if getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.nano_count < 1:
+            raise HarnessError(f"policy.nano_batches is {self.nano_batches}; it must be at least 1, or auto")
         for name in ("prefill_chunk", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1, or left out")

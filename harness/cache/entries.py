@@ -28,12 +28,13 @@ _REPLACING = re.compile(r"\.(.+?)(?:\.[0-9a-f]{8})?\.\d+(?:\.tmp)?")
 #: How the names of scratch folders began before they were in a folder of their own.
 _OLD_SCRATCH = "harness-job-"
 _CHOICES = re.compile(
-    r"(contents|gemm_choices|max_batch)\.json|hardware-\d+\.yaml|expert_usage-[0-9a-f]{16}\.json|vega-[\w.]+\.js"
+    r"(contents|gemm_choices|max_batch|nano_batches)\.json|hardware-\d+\.yaml|expert_usage-[0-9a-f]{16}\.json|vega-[\w.]+\.js"
 )
 _MADE_BY = {
     "contents.json": "digests of files that were read",
     "gemm_choices.json": "engine offload: the fastest products",
     "max_batch.json": "harness run: batch searches",
+    "nano_batches.json": "harness tune: nano-batches by model shape",
 }
 
 

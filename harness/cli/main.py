@@ -17,7 +17,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 #: inside functions, because the help of `harness` loads them all.
 _COMMANDS = ("cache", "calibrate", "chat", "check-model", "compare", "completion", "doctor", "explain", "generate",
              "history", "images", "init", "lm-eval", "ls", "plan", "report", "run", "schema", "serve",
-             "validate")  # fmt: skip
+             "tune", "validate")  # fmt: skip
 #: What `harness` alone says.
 _START = """\
 Runs, compares and evaluates large language models that do not fit the device's memory. Begin with

@@ -89,6 +89,8 @@ SERVICES = [
     (services.ModelShapes, registry.shapes),
     (services.MachineRatesProbe, registry.machine_rates),
     (services.Calibrator, registry.calibrator),
+    (services.LayerProbe, registry.layer_probe),
+    (services.NanoSearch, registry.nano_search),
     (services.Planner, registry.planner),
     (services.Simulator, registry.simulator),
     (services.Forecaster, registry.forecaster),

@@ -22,6 +22,7 @@ from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.ring import Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import HardwareLimits, Job, LocalModel, ModelShape, OffloadPolicy
+from harness.common.kept_nano_batches import KeptNanoBatches
 
 #: Ways to multiply by how the policy has weights stored.
 Gemms = dict[WeightStorage, GemmBackend]
@@ -36,6 +37,14 @@ class LoadRequest:
     limits: HardwareLimits
     job: Job
     stage: Stage | None = None
+
+    @classmethod
+    def of(cls, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> "LoadRequest":
+        """The whole model, with as many nano-batches for `auto` as were kept for hosts of this machine."""
+        if policy.nano_batches == "auto":
+            kept = 1 if limits.gpu else KeptNanoBatches(job.cache).get(model.shape, policy)
+            policy = replace(policy, nano_batches=kept)
+        return cls(model, policy, limits, job)
 
     @property
     def shape(self) -> ModelShape:

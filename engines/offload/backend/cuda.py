@@ -185,7 +185,7 @@ class CudaBackend(Backend):
 
     def notes(self) -> list[str]:
         policy, notes = self._load.policy, [self._plan.note, self.kernels.note]
-        if policy.nano_batches > 1 and policy.nano_overlap:
+        if policy.nano_count > 1 and policy.nano_overlap:
             notes.append(self.device.partition)
         if self._host_attention is not None:
             notes.append(self._host_kernels.note)

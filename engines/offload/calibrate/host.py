@@ -18,7 +18,7 @@ from engines.offload.calibrate import device as calibrate_device
 from engines.offload.calibrate import engine as calibrate_engine
 from engines.offload.device import cuda
 from engines.offload.kernels import DeviceKernels, HostKernels, WeightPack, stored_view
-from engines.offload.kernels.bench import attention_of_one_token, seconds_of
+from engines.offload.kernels.bench import Work, attention_of_one_token, seconds_of
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
@@ -36,7 +36,7 @@ _ROWS = (1, 4, 16, 64, 256, 1024)
 #: Columns of the tiles that are multiplied, and bytes of all tiles: more than a CPU's caches hold.
 _WIDTH, _ROTATED = 2048, 256 << 20
 #: Tiles of a round, and so few rows that dequantization dominates.
-_TILES, _FEW = 16, 16
+TILES, _FEW = 16, 16
 _PIECE = 16 << 20
 _BITS: Mapping[str, Storage] = {
     "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
@@ -162,7 +162,12 @@ def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: in
 
 
 def _multiplied(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
-    """Seconds a tile. Tiles alternate so that none is in a cache, as when a model runs."""
+    """Seconds a tile."""
+    return [s / TILES for s in seconds_of(products_of(way, rows, kernels), rounds)]
+
+
+def products_of(way: gemm.GemmBackend, rows: int, kernels: HostKernels) -> Work:
+    """Products of some rows with TILES tiles. Tiles alternate so that none is in a cache, as when a model runs."""
     height, stored = TILE_VALUES // _WIDTH, way.stored
     pack: WeightPack = kernels.weight_packer(stored) if isinstance(stored, Panels) else kernels.quantizer(stored).pack
     packed = pack(torch.full((height, _WIDTH), 0.01))
@@ -175,10 +180,10 @@ def _multiplied(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: 
     turns = itertools.cycle(tiles)
 
     def some() -> None:
-        for _ in range(_TILES):
+        for _ in range(TILES):
             way.gemm(x, next(turns), None, out)
 
-    return [s / _TILES for s in seconds_of(some, rounds)]
+    return some
 
 
 def _attention(stored: Storage, kernels: HostKernels, rounds: int) -> list[float]:

@@ -57,7 +57,7 @@ def _streaming(
     """The plan with a ring for what is not held, if there may be anything."""
     if policy.weights is not None and not policy.weights[2]:
         return _HostPlanner(request, policy, budget, rates, slots=0).plan()
-    if budget is None or rates is None or policy.nano_batches > 1:  # nano-batches keep a layer's tiles in the ring
+    if budget is None or rates is None or policy.nano_count > 1:  # nano-batches keep a layer's tiles in the ring
         return _HostPlanner(request, policy, budget, rates).plan()
     slots = READS * math.ceil(rates.read_bytes / request.largest_tile)
     plan = _HostPlanner(request, policy, budget, rates, slots).plan()

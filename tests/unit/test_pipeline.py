@@ -1,4 +1,4 @@
-"""One model on several ranks: how layers are divided, what is announced, and answers that are one process's."""
+"""One model on several ranks: what is announced, what travels, who did what, and answers that are one process's."""
 
 import itertools
 import os
@@ -6,6 +6,7 @@ import signal
 
 import psutil
 import pytest
+import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from engines.models import shapes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.pipeline.clocks import offset
+from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.messages import PassChunk, PassMessage
-from engines.offload.pipeline.stages import evenly, rank_of, stage_of, stages
-from harness.api import HarnessError
+from engines.offload.pipeline.stages import equal_stages, evenly, order_of
+from engines.offload.pipeline.wire import PlainWire
+from harness.api import HarnessError, TraceEvent
 from tests.offload import OTHERS, all_greedy, answers, exact_score, load, requests_of, tiny
 
 
@@ -32,14 +36,13 @@ def test_layers_are_divided_so_that_the_heaviest_stage_is_as_light_as_may_be(cos
 
 
 def test_the_head_counts_and_the_leader_has_it():
-    cut = stages(shapes.shape("facebook/opt-125m"), 4)
-    sizes = [stage.last - stage.first for stage in cut]
+    cut = equal_stages(shapes.shape("facebook/opt-125m"), 4).stages
+    sizes = [stage.last - stage.first for stage in cut.values()]
     assert sizes == [3, 4, 4, 1], "the head is five of its layers"
-    assert [stage.first for stage in cut] == [0, 3, 7, 11]
-    assert [stage_of(rank, 4) for rank in range(4)] == [3, 0, 1, 2]
-    assert all(rank_of(stage_of(rank, 4), 4) == rank for rank in range(4))
+    assert [stage.first for stage in cut.values()] == [0, 3, 7, 11]
+    assert list(cut) == order_of(4) == [1, 2, 3, 0]
     with pytest.raises(HarnessError, match="13 stages for 12 layers"):
-        stages(shapes.shape("facebook/opt-125m"), 13)
+        equal_stages(shapes.shape("facebook/opt-125m"), 13)
 
 
 @st.composite
@@ -72,6 +75,38 @@ def test_groups_share_no_block_and_leave_none(near, lower, last, groups):
     for part, blocks in zip(parts, held, strict=True):
         part.free(blocks)
         assert part.num_used == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_plain_values_travel_bit_by_bit(dtype):
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(-1, 8)  # signed zeros and every NaN as well
+    hidden = bits.view(dtype)
+    wire = PlainWire(dtype)
+    raw = wire.packed(hidden)
+    assert len(raw) == wire.nbytes(*hidden.shape)
+    assert torch.equal(wire.unpacked(raw, *hidden.shape).view(torch.int16), bits)
+
+
+delays = st.floats(0, 1)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(st.floats(0, 1e5), delays, delays), min_size=1, max_size=9))
+def test_a_clock_is_known_to_within_its_error(ahead, exchanges):
+    found = offset((at, at + there + ahead, at + there + back) for at, there, back in exchanges)
+    assert abs(found.seconds - ahead) <= found.error_s + 1e-9
+    assert found.error_s == pytest.approx(min(there + back for _, there, back in exchanges) / 2, abs=1e-9)
+
+
+def test_a_lane_is_cut_to_the_pass_that_is_kept_and_idle_time_is_what_is_left():
+    lane = Lane()
+    for kind, start, end in ((COMPUTE, 0.0, 2.0), (WAIT, 2.0, 5.0), (COMPUTE, 5.0, 8.0), (SEND, 8.0, 9.0)):
+        lane.add(kind, start, end)
+    assert lane.within(1.0, 8.5) == [(COMPUTE, 1, 2), (WAIT, 2, 5), (COMPUTE, 5, 8), (SEND, 8, 8.5)]
+    assert metrics(3, lane.busy_s, 12.0) == {"rank3_busy_s": 6, "rank3_idle_s": 6, "rank3_idle_share": 0.5}
+    assert lane.seconds == 9
+    assert events(3, [LaneSpan(SEND, 8.0, 8.5)], 1.0) == [TraceEvent("send", "rank 3", 7e6, 5e5, 3, 4)]
+    lane.clear()
+    assert (lane.busy_s, lane.seconds, lane.within(0, 9)) == (0, 0, [])
 
 
 POLICIES = [
@@ -109,10 +144,20 @@ def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache,
     assert answers(engine, requests) == expected or all_greedy(reference, requests, answers(engine, requests))
     for found, score in zip(engine.score(pairs), scores, strict=True):
         assert found.logprob == pytest.approx(score.logprob, abs=1e-3)
-    assert answers(engine, requests).keys() == expected.keys(), "and again, after scores"
-    metrics = engine.trace().metrics
+    unfinished = engine.generate(requests)
+    next(unfinished)
+    unfinished.close()
+    tokens = answers(engine, requests)
+    assert tokens == expected or all_greedy(reference, requests, tokens), "again, after scores and a run that was ended"
+    trace, window = engine.trace(), engine.loaded.timeline.window
     engine.close()
-    assert all(metrics[f"rank{rank}_busy_s"] > 0 for rank in range(1, ranks))
+    for rank in range(ranks):
+        assert trace.metrics[f"rank{rank}_busy_s"] > 0 and 0 <= trace.metrics[f"rank{rank}_idle_share"] < 1
+    assert {(e.cat, e.pid) for e in trace.events if e.pid} == {(f"rank {rank}", rank + 1) for rank in range(ranks)}
+    end = 1e6 * (window[1] - window[0])
+    assert all(e.ts >= -0.2 and e.ts + e.dur <= end + 0.2 for e in trace.events), "clocks are one: all in the same pass"
+    rows = trace.metrics["passes"] * trace.metrics["rows_per_pass"]
+    assert trace.metrics["rank1_sent_bytes"] == pytest.approx(rows * 64 * 4), "hidden states in float32"
     if "weight_bits" not in policy and "kv_bits" not in policy:
         assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
 

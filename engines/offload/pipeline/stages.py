@@ -4,33 +4,36 @@ Stages follow each other on ranks 1, 2, ..., and the last one is rank 0's: it sc
 needs them. What goes back to the first stage is a token id for each sequence, with the next pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from engines.offload.model.stage import Stage
 from harness.api import HarnessError, ModelShape
 
 
-def stage_of(rank: int, ranks: int) -> int:
-    """The number of a rank's stage."""
-    return ranks - 1 if rank == 0 else rank - 1
+@dataclass(frozen=True)
+class Division:
+    """The stages by rank, in their order."""
+
+    stages: Mapping[int, Stage]
 
 
-def rank_of(stage: int, ranks: int) -> int:
-    """The rank of a stage."""
-    return 0 if stage == ranks - 1 else stage + 1
+def order_of(ranks: int) -> list[int]:
+    """The ranks in the order of their stages."""
+    return [*range(1, ranks), 0]
 
 
-def stages(shape: ModelShape, ranks: int) -> list[Stage]:
-    """The stages in their order, so that the one with most weights has as few as possible; the head counts as a part
-    of a layer. Raises HarnessError where a stage would have no layer."""
+def equal_stages(shape: ModelShape, ranks: int) -> Division:
+    """So that the rank with most weights has as few as possible; the head counts as a part of a layer. Raises
+    HarnessError where a stage would have no layer."""
     if ranks > shape.num_layers:
         raise HarnessError(
             f"policy.pipeline: {ranks} stages for {shape.num_layers} layers; each needs one, so use at most as many"
         )
     head = shape.head_params / shape.params_per_layer
-    costs = [1.0] * (shape.num_layers - 1) + [1.0 + head]
-    ends = evenly(costs, ranks)
-    return [Stage(first, last, shape.num_layers) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+    ends = evenly([1.0] * (shape.num_layers - 1) + [1.0 + head], ranks)
+    starts = [0, *ends[:-1]]
+    return Division({rank: Stage(a, b, ends[-1]) for rank, a, b in zip(order_of(ranks), starts, ends, strict=True)})
 
 
 def evenly(costs: Sequence[float], parts: int) -> list[int]:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -11,38 +12,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.models import shapes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.pipeline import leader
 from engines.offload.pipeline.clocks import offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.messages import PassChunk, PassMessage
-from engines.offload.pipeline.stages import equal_stages, evenly, order_of
+from engines.offload.pipeline.ranks import Ranks
 from engines.offload.pipeline.wire import PlainWire
 from harness.api import HarnessError, TraceEvent
 from tests.offload import OTHERS, all_greedy, answers, exact_score, load, requests_of, tiny
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.integers(1, 5))
-def test_layers_are_divided_so_that_the_heaviest_stage_is_as_light_as_may_be(costs, parts):
-    parts = min(parts, len(costs))
-    ends = evenly(costs, parts)
-    assert ends[-1] == len(costs)
-    assert all(a < b for a, b in itertools.pairwise([0, *ends]))
-    heaviest = max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends]))
-    cuts = itertools.combinations(range(1, len(costs)), parts - 1)
-    best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cut, len(costs)])) for cut in cuts)
-    assert heaviest == pytest.approx(best)
-
-
-def test_the_head_counts_and_the_leader_has_it():
-    cut = equal_stages(shapes.shape("facebook/opt-125m"), 4).stages
-    sizes = [stage.last - stage.first for stage in cut.values()]
-    assert sizes == [3, 4, 4, 1], "the head is five of its layers"
-    assert [stage.first for stage in cut.values()] == [0, 3, 7, 11]
-    assert list(cut) == order_of(4) == [1, 2, 3, 0]
-    with pytest.raises(HarnessError, match="13 stages for 12 layers"):
-        equal_stages(shapes.shape("facebook/opt-125m"), 13)
 
 
 @st.composite
@@ -160,6 +139,30 @@ def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache,
     assert trace.metrics["rank1_sent_bytes"] == pytest.approx(rows * 64 * 4), "hidden states in float32"
     if "weight_bits" not in policy and "kv_bits" not in policy:
         assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_rank_that_would_only_slow_the_others_holds_nothing(model, reference, cache, monkeypatch):
+    """Three ranks of one host that do not know that they are: they measure, and compare their clocks."""
+    monkeypatch.setattr(Ranks, "alike", lambda *_: False)
+    monkeypatch.setattr(Ranks, "shares_clock", lambda *_: False)
+    measured = leader.rank_rates
+
+    def with_a_slow_one(machines, told, request):
+        slow = replace(told[0], seconds=tuple((rows, 1000 * seconds) for rows, seconds in told[0].seconds))
+        return measured(machines, [told[0], slow, told[0]], request)
+
+    monkeypatch.setattr(leader, "rank_rates", with_a_slow_one)
+    engine, report = load(model, cache, pipeline=3, schedule="sweep", gpu_batch_size=4)
+    assert any("none: rank 1, as with layers on every rank" in note for note in report.notes)
+    requests = requests_of(5, 6)
+    tokens = answers(engine, requests)
+    trace = engine.trace()
+    engine.close()
+    assert all_greedy(reference, requests, tokens)
+    assert {e.cat for e in trace.events if e.pid} == {"rank 0", "rank 2"}
+    assert "rank1_busy_s" not in trace.metrics
+    assert abs(trace.metrics["rank2_clock_offset_s"]) <= trace.metrics["rank2_clock_error_s"]
 
 
 @pytest.mark.slow

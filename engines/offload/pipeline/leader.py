@@ -29,8 +29,9 @@ from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, e
 from engines.offload.pipeline.links import Links, LostRankError, What
 from engines.offload.pipeline.messages import PassMessage
 from engines.offload.pipeline.processes import leading, started_by_torchrun
-from engines.offload.pipeline.ranks import Loaded
-from engines.offload.pipeline.stages import equal_stages
+from engines.offload.pipeline.ranks import Loaded, Ranks
+from engines.offload.pipeline.rates import measured, rank_rates, stage_times
+from engines.offload.pipeline.stages import Division, equal_stages, timed_stages
 from engines.offload.pipeline.wire import PlainWire
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
@@ -222,13 +223,14 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
         with ExitStack() as trial:
             [gemms, *_] = backend_for(request, host_kernels, trial, attention_units).choose_gemms(layers, outside)
         request = replace(request, policy=replace(policy, compute_dtype=gemms[layers].dtype))
-    ranks.tell(request)
-    request = ranks.assign(request, equal.stages)
-    stage = equal.stages[0]
+    division = _divided(request, ranks, equal, host_kernels)
+    request = ranks.assign(request, division.stages)
+    stage = division.stages[0]
     loaded = load(request, backend_for(request, host_kernels, resources, attention_units), host_kernels, resources)
     agreed = ranks.agree(Loaded.of(loaded))
+    report = replace(loaded.report, notes=(*loaded.report.notes, *filter(None, [division.note])))
     plan = replace(loaded.plan, sequences=agreed.sequences, chunk=agreed.chunk)
-    loaded = replace(loaded, plan=plan)
+    loaded = replace(loaded, plan=plan, report=report)
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
     groups = group_count(len(ranks.order), agreed.blocks, longest, batch, agreed.streams)
     links = ranks.links(PlainWire(loaded.meta_model.dtype))
@@ -236,6 +238,23 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     runner = PipelineRunner(loaded, host_kernels, links, stage, groups, agreed.blocks, ranks.why_lost, clocks)
     resources.callback(runner.close)
     return runner
+
+
+def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostKernels) -> Division:
+    """Which rank has which layers: `equal` stages of ranks that are alike, or that have devices, else by what the ranks
+    measure. Tells them what is to be loaded."""
+    measure = not ranks.alike(request) and not request.limits.gpu
+    ranks.tell(request, measure)
+    if not measure:
+        return equal
+    with ExitStack() as trial:
+        backend = backend_for(request, kernels, trial, None)
+        told = [measured(request, backend, kernels), *ranks.rates()]
+        times = stage_times(request, backend)
+    known = [rates for rates in told if rates is not None]
+    if len(known) < len(told):
+        return replace(equal, note=f"equal stages, as the disk of rank {told.index(None)} could not be measured")
+    return timed_stages(times, rank_rates(ranks.machines, known, request))
 
 
 def _ids(flight: Flight[S]) -> list[int]:

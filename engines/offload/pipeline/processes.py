@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from engines.offload.backend.base import LoadRequest
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
-from engines.offload.pipeline.rates import Machine
+from engines.offload.pipeline.rates import Machine, ToldRates
 from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
 
 #: How long ranks get to end when the leader has ended.
@@ -79,9 +79,12 @@ def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Sequence[int]], None]]]) -> None:
-    """What a rank but the leader does: joins, tells of its machine, loads its stage, and then does what `load`
-    returned, with the ranks in the order of their stages.
+def follow(
+    measure: Callable[[LoadRequest], ToldRates | None],
+    load: Callable[[LoadRequest], tuple[Loaded, Callable[[Sequence[int]], None]]],
+) -> None:
+    """What a rank but the leader does: joins, tells of its machine and perhaps its rates, loads its stage, and then
+    does what `load` returned, with the ranks in the order of their stages; or ends where it has no stage.
 
     Whatever ends it, the leader learns why.
     """
@@ -96,15 +99,20 @@ def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Sequence[int]],
         dist.init_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
     try:
+        machine = Machine.here()
         store.set(f"version/{rank}", versions())
-        store.set(f"machine/{rank}", json.dumps(to_json(Machine.here())))
+        store.set(f"machine/{rank}", json.dumps(to_json(machine)))
         store.wait(["job"], timedelta(seconds=LOAD_S))
-        request = _told(json.loads(store.get("job")), rank)
+        told = json.loads(store.get("job"))
+        request = _told(told, rank, machine)
+        if told["measure"]:
+            store.set(f"rates/{rank}", json.dumps(to_json(measure(request))))
         store.wait(["stages"], timedelta(seconds=LOAD_S))
         stages = dict(json.loads(store.get("stages")))
-        loaded, run = load(replace(request, stage=from_json(Stage, stages[rank])))
-        store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
-        run(list(stages))
+        if rank in stages:
+            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank])))
+            store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
+            run(list(stages))
         dist.destroy_process_group()
     except HarnessError as exc:
         _tell(store, rank, str(exc))
@@ -144,7 +152,7 @@ def _introduced(ranks: Ranks) -> Ranks:
     return replace(ranks, machines=machines)
 
 
-def _told(told: Mapping[str, Any], rank: int) -> LoadRequest:
+def _told(told: Mapping[str, Any], rank: int, machine: Machine) -> LoadRequest:
     """What a rank is to load, of what the leader told all, but for its stage."""
     job = told["job"]
     scratch = Path(job["scratch"]) / f"rank-{rank}"
@@ -152,7 +160,7 @@ def _told(told: Mapping[str, Any], rank: int) -> LoadRequest:
     return LoadRequest(
         from_json(LocalModel, told["model"]),
         from_json(OffloadPolicy, told["policy"]),
-        from_json(HardwareLimits, told["limits"]),
+        machine.limits(from_json(HardwareLimits, told["limits"])),
         Job(**{**job, "scratch": scratch, "cache": Path(job["cache"])}),
     )
 

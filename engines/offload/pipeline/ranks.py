@@ -12,11 +12,11 @@ from engines.offload.backend.base import LoadRequest
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.links import Links
-from engines.offload.pipeline.rates import Machine
+from engines.offload.pipeline.rates import Machine, ToldRates
 from engines.offload.pipeline.wire import Wire
 from harness.api import HarnessError, from_json, to_json
 
-#: How long a rank may take to start, and to load its stage, in seconds.
+#: How long a rank may take to start, and to measure or load its stage, in seconds.
 START_S, LOAD_S = 300.0, 24 * 3600.0
 #: How long the leader listens for why a rank was lost, in seconds; and for a process to be dead, whose connections
 #: closed before.
@@ -53,16 +53,29 @@ class Ranks:
     machines: Sequence[Machine] = ()  # by rank
     order: Sequence[int] = ()  # those that have a stage, in the order of these
 
+    def alike(self, request: LoadRequest) -> bool:
+        """Whether nothing tells one rank's machine from another's, for this load."""
+        return bool(self.children) or len({machine.under(request) for machine in self.machines}) == 1
+
     def shares_clock(self, rank: int) -> bool:
         """Whether a rank reads the leader's own clock."""
         theirs, own = self.machines[rank].clock, self.machines[0].clock
         return bool(self.children) or (theirs == own and theirs != "")
 
-    def tell(self, request: LoadRequest) -> None:
-        """Tells each rank what is to be loaded. All compute in the policy's dtype."""
+    def tell(self, request: LoadRequest, measure: bool) -> None:
+        """Tells each rank what is to be loaded, and whether to measure its rates. All compute in the policy's dtype."""
         job = {name: getattr(request.job, name) for name in _JOB_FIELDS}
         told = {"model": request.model, "policy": request.policy, "limits": request.limits, "job": job}
-        self.store.set("job", json.dumps(to_json(told)))
+        self.store.set("job", json.dumps(to_json(told | {"measure": measure})))
+
+    def rates(self) -> list[ToldRates | None]:
+        """What each other rank has measured. Raises HarnessError for one that cannot, naming it."""
+        found: list[ToldRates | None] = []
+        for rank in range(1, self.count):
+            self.wait_for(f"rates/{rank}", rank, LOAD_S)
+            told = json.loads(self.store.get(f"rates/{rank}"))
+            found.append(None if told is None else from_json(ToldRates, told))
+        return found
 
     def assign(self, request: LoadRequest, stages: Mapping[int, Stage]) -> LoadRequest:
         """Tells each rank its stage, by rank in the order of stages; returns what the leader loads."""

@@ -23,7 +23,7 @@ from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.processes import follow
 from engines.offload.pipeline.ranks import Loaded
 from engines.offload.pipeline.rates import Machine, ToldRates, measured
-from engines.offload.pipeline.wire import PlainWire
+from engines.offload.pipeline.wire import wire_of
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
         def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Sequence[int]], None]]:
             loaded, stage = load(request, *ready(request), resources), request.stage
             assert stage is not None
-            wire = PlainWire(loaded.meta_model.dtype)
+            wire = wire_of(request.policy, loaded.meta_model.dtype)
 
             def run(order: Sequence[int]) -> None:
                 Follower(loaded, Links(rank, order, wire), stage.is_first, stage.first).run()

@@ -19,7 +19,8 @@ from engines.offload.pipeline.clocks import offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.messages import PassChunk, PassMessage
 from engines.offload.pipeline.ranks import Ranks
-from engines.offload.pipeline.wire import PlainWire
+from engines.offload.pipeline.stages import equal_stages
+from engines.offload.pipeline.wire import Int8Wire, PlainWire
 from harness.api import HarnessError, TraceEvent
 from tests.offload import OTHERS, all_greedy, answers, exact_score, load, requests_of, tiny
 
@@ -54,6 +55,23 @@ def test_groups_share_no_block_and_leave_none(near, lower, last, groups):
     for part, blocks in zip(parts, held, strict=True):
         part.free(blocks)
         assert part.num_used == (0, 0, 0)
+
+
+values = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, 2.0**-140, 6e4])
+
+
+@given(st.integers(1, 4), st.integers(1, 150), st.data())
+def test_eight_bits_are_off_by_half_a_step_of_their_group_at_most(rows, width, data):
+    drawn = data.draw(st.lists(values, min_size=rows * width, max_size=rows * width))
+    hidden = torch.tensor(drawn, dtype=torch.float32).view(rows, width)
+    wire = Int8Wire(torch.float32)
+    raw = wire.packed(hidden)
+    assert len(raw) == wire.nbytes(rows, width) == rows * (width + 4 * -(-width // 64))
+    found = wire.unpacked(raw, rows, width)
+    for first in range(0, width, 64):
+        group = hidden[:, first : first + 64]
+        step = group.abs().amax(dim=1, keepdim=True).double() / 127
+        assert ((found[:, first : first + 64].double() - group.double()).abs() <= step * 0.5001 + 2.0**-126).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -139,6 +157,49 @@ def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache,
     assert trace.metrics["rank1_sent_bytes"] == pytest.approx(rows * 64 * 4), "hidden states in float32"
     if "weight_bits" not in policy and "kv_bits" not in policy:
         assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
+
+
+def log_probability(reference, layer, context, token, change):
+    """Of a token after a context where `change` is applied to what enters a layer; and that, and the gradient by it."""
+    entered = []
+
+    def enter(_, args):
+        entered.append(change(args[0].detach()).requires_grad_())
+        return (entered[0], *args[1:])
+
+    hook = reference.model.layers[layer].register_forward_pre_hook(enter)
+    try:
+        logits = reference(torch.tensor([context])).logits[0, -1]
+    finally:
+        hook.remove()
+    found = logits.log_softmax(-1)[token]
+    found.backward()
+    return found.item(), entered[0].detach()[0], entered[0].grad[0]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_eight_bits_between_ranks_change_log_probabilities_by_no_more_than_their_steps(model, reference, cache):
+    """To first order by at most the sum, over all values that travel, of half a step times the derivative; a quarter
+    more for the rest."""
+    pairs = [((5, 6, 7), (8,)), ((11,), (12,)), (tuple(range(40, 70)), (9,))]
+    engine, report = load(model, cache, pipeline=2, wire_bits=8, schedule="sweep", gpu_batch_size=4)
+    scores = engine.score(pairs)
+    trace = engine.trace()
+    engine.close()
+    assert report.policy.wire_bits == 8
+    assert trace.metrics["rank1_sent_bytes"] == sum(len(context) for context, _ in pairs) * (64 + 4)
+    layer = equal_stages(model.shape, 2).stages[1].last
+    wire = Int8Wire(torch.float32)
+
+    def travelled(hidden):
+        return wire.unpacked(wire.packed(hidden[0]), *hidden.shape[1:])[None]
+
+    for (context, (token,)), score in zip(pairs, scores, strict=True):
+        exact, hidden, gradient = log_probability(reference, layer, context, token, lambda hidden: hidden)
+        bound = (gradient.abs() * hidden.abs().amax(dim=1, keepdim=True) / 254).sum().item()
+        assert 1e-5 < abs(score.logprob - exact) <= 1.25 * bound
+        expected, *_ = log_probability(reference, layer, context, token, travelled)
+        assert score.logprob == pytest.approx(expected, abs=0.1 * bound), "what a sum in another order rounds elsewhere"
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

@@ -32,7 +32,7 @@ from engines.offload.pipeline.processes import leading, started_by_torchrun
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, equal_stages, timed_stages
-from engines.offload.pipeline.wire import PlainWire
+from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -233,7 +233,7 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     loaded = replace(loaded, plan=plan, report=report)
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
     groups = group_count(len(ranks.order), agreed.blocks, longest, batch, agreed.streams)
-    links = ranks.links(PlainWire(loaded.meta_model.dtype))
+    links = ranks.links(wire_of(policy, loaded.meta_model.dtype))
     clocks = {rank: links.clock(rank) for rank in links.followers if not ranks.shares_clock(rank)}
     runner = PipelineRunner(loaded, host_kernels, links, stage, groups, agreed.blocks, ranks.why_lost, clocks)
     resources.callback(runner.close)

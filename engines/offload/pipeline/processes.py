@@ -26,6 +26,7 @@ from engines.offload.model.stage import Stage
 from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, ToldRates
 from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
+from harness.common.rank_groups import in_own_group
 
 #: How long ranks get to end when the leader has ended.
 _END_S = 10.0
@@ -172,7 +173,7 @@ def _started(rank: int, count: int, port: int, threads: int) -> "subprocess.Pope
         "RANK": str(rank), "WORLD_SIZE": str(count), STORE: str(port), "OMP_NUM_THREADS": str(threads),
         "HARNESS_PIPELINE_PARENT": str(os.getpid()),
     }  # fmt: skip
-    return subprocess.Popen([sys.executable, "-P", "-m", "engines.offload.rank"], env=environment)
+    return subprocess.Popen(in_own_group(rank, [sys.executable, "-P", "-m", "engines.offload.rank"]), env=environment)
 
 
 def _end_with_parent() -> None:

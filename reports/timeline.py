@@ -16,7 +16,9 @@ from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, category, quan
 _BINS = 80
 #: The most cells that the chart draws; each takes several rows.
 _MOST_CELLS = 6
-_COLOURS = {"load": ORANGE, "compute": BLUE, "attention": GREEN}
+_COLOURS = {"load": ORANGE, "compute": BLUE, "attention": GREEN, "send": GREEN}
+#: What a rank does when it has nothing to do.
+_WAIT = "wait"
 
 
 def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -28,20 +30,21 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     for row, events in traced[:_MOST_CELLS]:
         end = _end(events)
         data += [
-            {"cell": f"{row.label}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
-             "shares": [round(share, 3) for share in busy(lane_events, end)]}
-            for lane, lane_events in _lanes(events).items()
+            {"cell": f"{row.label}: {lane}", "lane": what, "does": f" {'busy' if what == lane else what} at ",
+             "width": end / 1e6 / _BINS,
+             "shares": [round(share, 3) for share in busy(each, end)]}
+            for (lane, what), each in _drawn(events).items()
         ]  # fmt: skip
     lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
     spec = row_chart(
         data,
         transform=[
             {"flatten": ["shares"], "as": ["share"]},
-            {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell"]},
+            {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell", "lane"]},
             {"calculate": "(datum.bin - 1) * datum.width", "as": "at"},
             {"calculate": "datum.bin * datum.width", "as": "to"},
             {"as": "tooltip", "calculate":
-             "datum.cell + ' ' + format(datum.share, '.0%') + ' busy at ' + format(datum.at, '.3~g') + ' s'"},
+             "datum.cell + ' ' + format(datum.share, '.0%') + datum.does + format(datum.at, '.3~g') + ' s'"},
         ],
         mark={"type": "rect", "height": 16},
         encoding={
@@ -53,6 +56,8 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         },
     )  # fmt: skip
     note = "Darker is busier. The folder traces has the pass as a Chrome trace, for Perfetto."
+    if any(event.pid for _, events in traced for event in events):
+        note += " Each rank has a lane with what it does."
     note += truncation_note(traced, _MOST_CELLS)
     return Panel("Utilisation by resource over one pass", note, spec, _table(traced))
 
@@ -84,7 +89,7 @@ def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
 
 
 def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
-    """The busy share of each lane over the pass."""
+    """The busy share of each lane over the pass; a rank that waits is not busy."""
     lanes = list(dict.fromkeys(lane for _, events in traced for lane in _lanes(events)))
     columns = [Column("Cell", numeric=False), Column("Pass", "s"), *(Column(lane, "% busy") for lane in lanes)]
     lines = []
@@ -96,7 +101,22 @@ def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
 
 
 def _lanes(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    return grouped(sorted(events, key=lambda e: e.tid), lambda e: one_line(e.cat))
+    """The events in which each lane is busy."""
+    lanes: dict[str, list[TraceEvent]] = {}
+    for event in _ordered(events):
+        lane = lanes.setdefault(one_line(event.cat), [])
+        if not (event.pid and event.name == _WAIT):
+            lane.append(event)
+    return lanes
+
+
+def _drawn(events: Sequence[TraceEvent]) -> dict[tuple[str, str], list[TraceEvent]]:
+    """Events by lane and by what is drawn there in a colour of its own: the lane itself, or what a rank does."""
+    return grouped(_ordered(events), lambda e: (one_line(e.cat), one_line(e.name if e.pid else e.cat)))
+
+
+def _ordered(events: Sequence[TraceEvent]) -> list[TraceEvent]:
+    return sorted(events, key=lambda e: (e.pid, e.tid))
 
 
 def _last_traced(records: Sequence[RunRecord]) -> RunRecord | None:

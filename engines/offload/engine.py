@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,8 +157,8 @@ class OffloadEngine(api.OnlineEngine):
         return [scores[i] for i in range(len(pairs))]
 
     def trace(self) -> api.EngineTrace:
-        trace, more = self.loaded.timeline.trace(), self.loaded.device.memory() | self._loaded_runner().metrics()
-        return replace(trace, metrics={**trace.metrics, **more})
+        trace, ranks, memory = self.loaded.timeline.trace(), self._loaded_runner().ranks(), self.loaded.device.memory()
+        return api.EngineTrace({**trace.metrics, **memory, **ranks.metrics}, (*trace.events, *ranks.events))
 
     @property
     def loaded(self) -> LoadedModel:

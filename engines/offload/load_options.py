@@ -67,7 +67,7 @@ def options(request: LoadRequest, backend: Backend) -> list[Option]:
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
             usage=ExpertUsage.of(meta_model.matrices, shape, kept_usage.read()),
-            mean_new=max(1, 2 * (job.max_sequence - job.mean_sequence) if job.mean_new is None else job.mean_new),
+            mean_new=request.mean_new,
         )
         needs = with_tiles(needs, tiles, with_plain_panels(gemms.values()))
         try:

@@ -21,7 +21,7 @@ from engines.offload.scheduled_chunk import ScheduledChunk, split
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
-from harness.api import GenerationRequest, HarnessError, InfeasibleError
+from harness.api import EngineTrace, GenerationRequest, HarnessError, InfeasibleError
 
 S = TypeVar("S", Generation, Scoring)
 
@@ -106,9 +106,9 @@ class ModelRunner:
         """Ends the kernels' threads. Idempotent."""
         self._kernels.close()
 
-    def metrics(self) -> dict[str, float]:
-        """What other ranks did since they were last asked; nothing where there are none."""
-        return {}
+    def ranks(self) -> EngineTrace:
+        """What each rank did in the last run, in numbers and as a lane; nothing where there is only this one."""
+        return EngineTrace()
 
     def run_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         """Forms and runs one pass over the layers; `clock` gives the times of sequences.

@@ -7,38 +7,58 @@ Rank 0 starts the others itself where torchrun does not.
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from engines.offload.backend.base import LoadRequest
+from engines.offload.backend.base import Backend, LoadRequest
 from engines.offload.backend.choice import backend_for
 from engines.offload.kernels import HostKernels
 from engines.offload.loader import load
 from engines.offload.pipeline.follower import Follower
 from engines.offload.pipeline.links import Links
-from engines.offload.pipeline.processes import Loaded, follow
+from engines.offload.pipeline.processes import follow
+from engines.offload.pipeline.ranks import Loaded
+from engines.offload.pipeline.rates import Machine, ToldRates, measured
+from engines.offload.pipeline.wire import wire_of
 
 
 def main() -> int:
     """Runs the rank that the environment names."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
         runpy.run_module("harness", run_name="__main__", alter_sys=True)
         return 0
     with ExitStack() as resources:
 
-        def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Links], None]]:
-            given = [count for count in (request.policy.threads, request.limits.threads) if count is not None]
-            torch.set_num_threads(min([*given, torch.get_num_threads()]))
-            kernels = HostKernels(request.job.cache, torch.get_num_threads())
+        @cache
+        def kernels_in(folder: Path) -> HostKernels:
+            kernels = HostKernels(folder, torch.get_num_threads())
             resources.callback(kernels.close)
-            loaded = load(request, backend_for(request, kernels, resources, None), kernels, resources)
-            stage = request.stage
-            assert stage is not None
-            return Loaded.of(loaded), lambda links: Follower(loaded, links, stage.is_first, stage.first).run()
+            return kernels
 
-        follow(load_stage)
+        def ready(request: LoadRequest) -> tuple[Backend, HostKernels]:
+            torch.set_num_threads(Machine.here().under(request).threads)
+            kernels = kernels_in(request.job.cache)
+            return backend_for(request, kernels, resources, None), kernels
+
+        def measure(request: LoadRequest) -> ToldRates | None:
+            return measured(request, *ready(request))
+
+        def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Sequence[int]], None]]:
+            loaded, stage = load(request, *ready(request), resources), request.stage
+            assert stage is not None
+            wire = wire_of(request.policy, loaded.meta_model.dtype)
+
+            def run(order: Sequence[int]) -> None:
+                Follower(loaded, Links(rank, order, wire), stage.is_first, stage.first).run()
+
+            return Loaded.of(loaded), run
+
+        follow(measure, load_stage)
     return 0
 
 

@@ -1,8 +1,10 @@
 """Spans of what ran when in a pass, by lane; sums over passes; and the fullest pass, kept for a trace."""
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from harness.api import EngineTrace, TraceEvent
@@ -13,6 +15,8 @@ from harness.common.intervals import union_length
 LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
 #: Spans of the compute lane other than products: a batch runs on to its next product, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"
+#: The span of the wait lane that is no stall for a load: a rank waits for the one before it.
+STAGE_BEFORE = "for the stage before"
 #: The tasks that a device's clock times. While the device computes the host idles and loads wait for slots, so their
 #: times would not tell how busy the disk or the link is.
 _TIMED = ("task_products", "task_attention", "task_other")
@@ -53,18 +57,21 @@ class Clock(Protocol):
 class Timeline:
     """Spans of the current pass, sums by lane over all passes, and the spans of the fullest pass.
 
+    Where several passes are `under_way` at a time, so many are kept: the fullest one and those that ended before it.
     Spans may be added from any thread: appending to a list is atomic. A device's work is timed by its `clock`, through
     `now`: the host runs on before the work is done.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock
+        self.under_way = 1
         self.clear()
 
     def clear(self) -> None:
         """Forgets all passes."""
         self._spans: list[tuple[str, str, Any, Any]] = []
         self._most_rows = -1
+        self._last: deque[Sequence[Span]] = deque(maxlen=self.under_way)
         self.kept: tuple[Span, ...] = ()
         self.passes = self.rows = self.shared_tokens = 0
         self.wait_s = self.load_s = 0.0
@@ -82,15 +89,16 @@ class Timeline:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
         untimed, self._spans = self._spans, []  # before timing, which may wait while threads add spans of the next pass
         spans = self._timed(untimed)
+        self._last.append(spans)
         if rows >= self._most_rows:
             self._most_rows = rows
-            self.kept = tuple(spans)
+            self.kept = tuple(chain(*self._last))
         lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
         for span in spans:
             lanes[span.lane].append(span)
         sums = PassSums(
             rows,
-            sum(s.end_s - s.start_s for s in lanes["wait"]),
+            sum(s.end_s - s.start_s for s in lanes["wait"] if s.name != STAGE_BEFORE),
             union_length((s.start_s, s.end_s) for s in [*lanes["load"], *lanes["cache"]]),
             {task: s for task, s in _tasks(lanes).items() if self._clock is None or task in _TIMED},
         )
@@ -116,6 +124,11 @@ class Timeline:
         for task, seconds in sums.tasks.items():
             self.tasks[task] = self.tasks.get(task, 0.0) + seconds
 
+    @property
+    def window(self) -> tuple[float, float]:
+        """When the first kept span began and the last one ended."""
+        return min((s.start_s for s in self.kept), default=0.0), max((s.end_s for s in self.kept), default=0.0)
+
     def trace(self) -> EngineTrace:
         """Sums over all passes, and the kept pass with neighbouring spans of one name merged."""
         metrics = {
@@ -129,7 +142,7 @@ class Timeline:
             if self.load_s:
                 metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)
         merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
-        origin = min((s.start_s for s in merged), default=0.0)
+        origin, _ = self.window
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
 
 

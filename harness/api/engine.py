@@ -192,7 +192,8 @@ class LoadReport:
 class TraceEvent:
     """A complete event of the Chrome trace format; `ts` and `dur` in microseconds.
 
-    `cat` names the lane that shows it, `tid` is the lane's number.
+    `cat` names the lane that shows it, `tid` is the lane's number. Of an engine on several ranks, each has a lane
+    besides, with what it does by `name` (compute, wait, send); `pid` is then the rank + 1, otherwise 0.
     """
 
     name: str

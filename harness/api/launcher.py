@@ -166,7 +166,8 @@ class Exchange:
 class WorkerRequest:
     """Work for one worker and its limits: seconds, bytes of host memory, CPU threads, and whether it sees a device.
 
-    `env`: environment variables beside those that every worker has.
+    `env`: environment variables beside those that every worker has. `ranks`: processes that the memory is divided
+    over, the worker's own and those that its engine starts.
     """
 
     work: Work
@@ -176,6 +177,7 @@ class WorkerRequest:
     threads: int | None = None
     gpu: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 1
 
 
 class Sandbox(Protocol):

@@ -42,8 +42,8 @@ class OffloadPolicy:
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
     arithmetic alternate. A sweep splits its batch into `nano_batches` (`auto`: as many as `harness tune` kept for the
     model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
-    `pipeline`: ranks, each a process with its own limits, that hold a part of the
-    layers each.
+    `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
+    between them in the dtype that is computed in, or in `wire_bits`.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -69,6 +69,7 @@ class OffloadPolicy:
     threads: int | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     pipeline: int = 1
+    wire_bits: Literal[8] | None = None
 
     @property
     def block_size(self) -> int:
@@ -113,6 +114,9 @@ class OffloadPolicy:
         if self.compute_dtype == "int8" and self.weight_bits not in (4, 8):
             raise HarnessError(f"policy.compute_dtype is int8 and weight_bits is {self.weight_bits}; int8 arithmetic "
                                "is for weights of 8 or 4 bits: set weight_bits, or leave it out")  # fmt: skip
+        if self.wire_bits is not None and self.pipeline == 1:
+            raise HarnessError(f"policy.wire_bits is {self.wire_bits} and pipeline is 1, where nothing travels; set "
+                               "pipeline to 2 or more, or leave it out")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
         for name in ("weights", "cache", "activations"):
@@ -213,6 +217,7 @@ class RunSpec:
             "weight_groups": "input",
             "weight_format": "auto",
             "pipeline": 1,
+            "wire_bits": None,
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,

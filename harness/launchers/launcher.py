@@ -111,7 +111,7 @@ class CellLauncher:
         started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))
         wall_s = round(time.monotonic() - start, 3)
-        refusal = judge(outcome, spec.timeout_s, limit)
+        refusal = judge(outcome, spec.timeout_s, limit, spec.policy.pipeline)
         measured = api.CellResult()
         if outcome.result and outcome.result.value is not None:
             measured = api.from_json(api.CellResult, outcome.result.value)
@@ -202,8 +202,9 @@ class CellLauncher:
     def _engine_request(
         work: api.RunCell | api.MeasureIdle, exchange: api.Exchange, timeout_s: float, limit: int | None
     ) -> api.WorkerRequest:
-        limits = work.spec.limits
-        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, engine_env(work.spec))
+        limits, ranks = work.spec.limits, work.spec.policy.pipeline
+        env = engine_env(work.spec)
+        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, env, ranks)
 
     def _help(self, kind: type[T], work: api.Work, exchange: api.Exchange, failed: str) -> T:
         """What a helper's work gives, of type `kind`; see `_value`."""
@@ -227,8 +228,8 @@ def judge_helper(outcome: api.Outcome, timeout_s: float, failed: str) -> api.Ref
     return refusal
 
 
-def judge(outcome: api.Outcome, timeout_s: float, limit: int | None) -> api.Refusal | None:
-    """Why an outcome is no success, None where it is one.
+def judge(outcome: api.Outcome, timeout_s: float, limit: int | None, ranks: int = 1) -> api.Refusal | None:
+    """Why an outcome is no success, None where it is one. `limit`: bytes of all `ranks` together.
 
     From the evidence in this order: the kernel's count of OOM kills, the clock, the worker's word, its exit code.
     """
@@ -237,6 +238,7 @@ def judge(outcome: api.Outcome, timeout_s: float, limit: int | None) -> api.Refu
     result = outcome.result
     if outcome.oom_kills and (result is None or result.status != "ok"):
         where = "for want of memory outside the cell" if limit is None else f"at its limit of {limit / 2**20:.0f} MiB"
+        where += f" over {ranks} ranks" if ranks > 1 else ""
         return api.Refusal("oom_host", f"killed {where} ({outcome.oom_kills} OOM kills)")
     if outcome.timed_out:
         return api.Refusal("timeout", f"not done after {timeout_s:.0f} s")

@@ -10,12 +10,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from harness.common.host_memory import memory_cgroups
+from harness.common.rank_groups import in_group, told
 from harness.probes.memory import held_bytes
 
 _PREFIX = "harness-"
@@ -24,10 +25,11 @@ _PREFIX = "harness-"
 class Cgroup:
     """A memory cgroup of this version. Its limit counts anonymous memory, page cache and shared memory.
 
-    Its counters keep their values once the group is gone.
+    `env`: what the process in it must be told. Its counters keep their values once the group is gone.
     """
 
     counts_page_cache = True
+    env: Mapping[str, str] = {}
 
     def __init__(self, version: int, path: Path) -> None:
         self.path = path
@@ -61,8 +63,7 @@ class Cgroup:
 
     def wrap(self, command: list[str]) -> list[str]:
         """The command line that starts `command` inside the group."""
-        # The shell enters the group before it becomes the command, so no byte is charged elsewhere.
-        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs"), *command]
+        return in_group(self.path / "cgroup.procs", command)
 
     def adopt(self, pid: int) -> None:
         """Does nothing: the process entered the group before it became the command."""
@@ -116,6 +117,40 @@ class Cgroup:
                 time.sleep(0.01)
 
 
+class RankGroups:
+    """Groups with a limit each, for a process and the ranks that it starts, with the methods of one; its counters are
+    sums."""
+
+    counts_page_cache = True
+
+    def __init__(self, groups: Sequence[Cgroup]) -> None:
+        self._groups = groups
+        self.method = groups[0].method
+        self.env = told([group.path / "cgroup.procs" for group in groups])
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return self._groups[0].wrap(command)
+
+    def adopt(self, pid: int) -> None:
+        """Does nothing, as that of Cgroup."""
+
+    def oom_kills(self) -> int:
+        return sum(group.oom_kills() for group in self._groups)
+
+    def peak_bytes(self) -> int | None:
+        """The sum of the groups' own peaks, which need not have been at the same time."""
+        peaks = [peak for group in self._groups if (peak := group.peak_bytes()) is not None]
+        return sum(peaks) if peaks else None
+
+    def kill(self) -> None:
+        for group in self._groups:
+            group.kill()
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+
+
 class Monitor:
     """The fallback without cgroups, with the same methods: samples the tree's anonymous and shared memory and kills the
     tree above the limit. Memory that is pinned for a device counts as shared.
@@ -126,6 +161,7 @@ class Monitor:
 
     method = "monitor"
     counts_page_cache = False
+    env: Mapping[str, str] = {}
     _PERIOD_S = 0.02
 
     def __init__(self, limit: int | None) -> None:
@@ -187,11 +223,15 @@ def container_group(pid: int, container: str) -> Cgroup | None:
     return next((group for group in groups if (group.path / "memory.stat").exists()), None)
 
 
-def make_group(limit: int | None) -> Cgroup | Monitor:
-    """The strictest group that this host allows; `limit` in bytes."""
+def make_group(limit: int | None, ranks: int = 1) -> Cgroup | RankGroups | Monitor:
+    """The strictest group that this host allows; `limit` in bytes, of all `ranks` together: where groups can be made,
+    each has one with its part."""
+    each = None if limit is None else limit // ranks
     for version, parent in _parents():
-        with contextlib.suppress(OSError):
-            return Cgroup.make(version, parent, limit)
+        with contextlib.ExitStack() as made, contextlib.suppress(OSError):
+            groups = [made.enter_context(contextlib.closing(Cgroup.make(version, parent, each))) for _ in range(ranks)]
+            made.pop_all()
+            return groups[0] if ranks == 1 else RankGroups(groups)
     return Monitor(limit)
 
 

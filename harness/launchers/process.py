@@ -31,11 +31,11 @@ class ProcessSandbox:
         return {"environment": self.environment} if self.environment else {}
 
     def run(self, request: WorkerRequest) -> Outcome:
-        exchange = request.exchange
-        with closing(make_group(request.limit_bytes)) as group, opened(request, os.getpid()) as log_start:
+        exchange, made = request.exchange, make_group(request.limit_bytes, request.ranks)
+        with closing(made) as group, opened(request, os.getpid()) as log_start:
             # -P: a folder in the user's directory that is named like one of our packages must not shadow it
             command = [self.python, "-P", "-m", WORKER, str(exchange.folder)]
-            process = self._start(request, group.wrap(command))
+            process = self._start(request, group.wrap(command), group.env)
             try:
                 group.adopt(process.pid)
                 timed_out = watch(request, lambda: process.poll() is not None)
@@ -56,8 +56,9 @@ class ProcessSandbox:
                 log_tail(exchange.log, log_start),
             )
 
-    def _start(self, request: WorkerRequest, command: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, request: WorkerRequest, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         environment, log = os.environ | settings(request.threads, request.gpu, request.env), request.exchange.log
+        environment |= env
         if self.packages is not None:
             environment["PYTHONPATH"] = str(self.packages)
         try:

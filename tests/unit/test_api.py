@@ -109,6 +109,12 @@ def test_nano_batches_cannot_overlap_less_than_two():
     api.OffloadPolicy(nano_batches=2, nano_overlap=False).validate()
 
 
+def test_eight_bits_on_the_wire_need_a_wire():
+    with pytest.raises(api.HarnessError, match=r"policy\.wire_bits is 8 and pipeline is 1"):
+        api.OffloadPolicy(wire_bits=8).validate()
+    api.OffloadPolicy(wire_bits=8, pipeline=2).validate()
+
+
 def test_flops_of_a_dense_layer_are_two_per_weight_and_token():
     shape = api.ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=3 * 768 + 8 * 100)
     assert shape.flops(5, 0, 0) == 2 * 5 * 768 * 3

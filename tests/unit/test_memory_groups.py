@@ -4,14 +4,16 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.common import host_memory
+from harness.common.rank_groups import in_own_group
 from harness.launchers import memory
-from harness.launchers.memory import Cgroup, Monitor, make_group
+from harness.launchers.memory import Cgroup, Monitor, RankGroups, make_group
 
 EAT = "import sys; b = bytearray(int(sys.argv[1])); b[::4096] = b'x' * len(b[::4096]); print('done')"
 
@@ -55,6 +57,26 @@ def test_a_process_within_its_limit_is_left_alone(make):
     assert run_in(group, 64 << 20) == 0
     assert group.oom_kills() == 0
     assert group.peak_bytes() > (0 if group.method == "monitor" else 64 << 20)
+
+
+def test_each_rank_has_a_limit_of_its_own(monkeypatch):
+    group = make_group(300 << 20, ranks=2)
+    if not isinstance(group, RankGroups):
+        pytest.skip("no writable memory cgroup here")
+    with closing(group):
+        for name, value in group.env.items():
+            monkeypatch.setenv(name, value)
+
+        def eat(rank, size):
+            command = in_own_group(rank, [sys.executable, "-c", EAT, str(size)])
+            return subprocess.call(command, stdout=subprocess.DEVNULL)
+
+        assert run_in(group, 90 << 20) == eat(1, 90 << 20) == 0
+        assert group.peak_bytes() > 180 << 20, "of both"
+        assert group.oom_kills() == 0
+        assert eat(1, 200 << 20) != 0, "though all together have more"
+        assert group.oom_kills() == 1
+        assert eat(2, 200 << 20) == 0, "a rank that has none"
 
 
 def test_kill_ends_grandchildren_in_other_sessions(make, tmp_path):

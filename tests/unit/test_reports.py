@@ -280,6 +280,24 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
 
 
+def test_each_rank_has_a_lane_in_which_waiting_is_not_busy():
+    events = (
+        TraceEvent("w0", "compute", 0.0, 1e6, tid=4),
+        TraceEvent("compute", "rank 0", 5e5, 5e5, 0, 1),
+        TraceEvent("wait", "rank 0", 0.0, 5e5, 0, 1),
+        TraceEvent("compute", "rank 1", 0.0, 4e5, 1, 2),
+        TraceEvent("send", "rank 1", 4e5, 1e5, 1, 2),
+    )
+    (row,) = summary_rows([record(cell("traced"), trace=events)])
+    panel = utilisation_panel([row])
+    assert [column.title for column in panel.table.columns][2:] == ["compute", "rank 0", "rank 1"]
+    assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "100", "50", "50"]
+    drawn = {(d["cell"].split(": ")[-1], d["lane"]): d["shares"] for d in panel.spec["data"]["values"]}
+    assert drawn["rank 0", "wait"][0] == drawn["rank 0", "compute"][-1] == drawn["rank 1", "compute"][0] == 1.0
+    assert drawn["rank 0", "compute"][0] == drawn["rank 1", "send"][0] == 0.0
+    assert "Each rank has a lane" in panel.note
+
+
 def test_busy_shares_are_of_each_part_and_count_overlaps_once():
     events = (TraceEvent("a", "x", 0.0, 15.0), TraceEvent("b", "x", 10.0, 10.0), TraceEvent("c", "x", 35.0, 1.0))
     assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]

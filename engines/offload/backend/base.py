@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from engines.offload.kernels import KernelSet
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
+from engines.offload.memory.stage_times import stage_shape
 from engines.offload.memory.storage import Storage, WeightStorage
 from engines.offload.model.kept_activations import Activations
 from engines.offload.model.meta_model import MetaModel
@@ -50,7 +51,13 @@ class LoadRequest:
     def shape(self) -> ModelShape:
         """The sizes of what is loaded."""
         whole, stage = self.model.shape, self.stage
-        return whole if stage is None else replace(whole, num_layers=stage.last - stage.first)
+        return whole if stage is None else stage_shape(whole, stage.last - stage.first, stage.is_last)
+
+    @property
+    def mean_new(self) -> int:
+        """Tokens that a sequence generates, on average; at least 1."""
+        job = self.job
+        return max(1, 2 * (job.max_sequence - job.mean_sequence) if job.mean_new is None else job.mean_new)
 
 
 @dataclass(frozen=True)

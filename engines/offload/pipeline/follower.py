@@ -13,23 +13,23 @@ from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.layer_products import PackedBatch
-from engines.offload.pipeline.links import END, PASS, REPORT, Links
+from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane
+from engines.offload.pipeline.links import Links, What
 from engines.offload.pipeline.messages import PassMessage
 from harness.api import HarnessError
 
 #: Passes whose hidden states are received while one is computed.
 _AHEAD = 2
-#: What a rank reports, in this order: seconds at work and waiting for hidden states, bytes sent, and read for weights.
-REPORTED = ("busy_s", "idle_s", "sent_bytes", "weight_bytes_read")
 
 
 @dataclass(frozen=True)
 class _Next:
     """What is to be done next, with the hidden states that enter it; `failure` instead where a rank was lost."""
 
-    what: int = PASS
+    what: What = What.PASS
     message: PassMessage | None = None
     hidden: torch.Tensor | None = None
+    window: tuple[float, ...] = ()  # of a report
     failure: HarnessError | None = None
 
 
@@ -45,7 +45,8 @@ class Follower:
             first_layer=first_layer,
         )  # fmt: skip
         self._inbox: queue.Queue[_Next] = queue.Queue(_AHEAD)
-        self._busy_s = self._idle_s = 0.0
+        self._lane = Lane()
+        self._moved = (0, 0)  # bytes sent and bytes of weights read, when the run began
 
     def run(self) -> None:
         """Until the leader ends. Raises LostRankError, and whatever a pass raises."""
@@ -55,30 +56,43 @@ class Follower:
             item = self._inbox.get()
             if item.failure is not None:
                 raise item.failure
-            if item.what == END:
-                return
-            if item.what == REPORT:
-                self._report()
-                continue
-            assert item.message is not None
-            received = time.perf_counter()
-            self._links.send_hidden(self._pass(item.message, item.hidden))
-            self._idle_s += received - began
-            self._busy_s += time.perf_counter() - received
+            match item.what:
+                case What.END:
+                    return
+                case What.BEGIN:
+                    self._lane.clear()
+                    self._moved = self._bytes()
+                case What.REPORT:
+                    self._report(*item.window)
+                case What.CLOCK:
+                    self._links.answer([time.perf_counter()])
+                case What.PASS:
+                    assert item.message is not None
+                    received = time.perf_counter()
+                    out = self._pass(item.message, item.hidden)
+                    computed = time.perf_counter()
+                    self._links.send_hidden(out)
+                    self._lane.add(WAIT, began, received)
+                    self._lane.add(COMPUTE, received, computed)
+                    self._lane.add(SEND, computed, time.perf_counter())
 
     def _receive(self) -> None:
         """Receives what the leader announces, and hidden states for it, ahead of the passes."""
-        width, dtype = self._loaded.model.shape.hidden, self._loaded.meta_model.dtype
+        width = self._loaded.model.shape.hidden
         try:
             while True:
                 what, numbers = self._links.announced()
-                message = hidden = None
-                if what == PASS:
+                message: PassMessage | None = None
+                hidden: torch.Tensor | None = None
+                window: tuple[float, ...] = ()
+                if what == What.PASS:
                     message = PassMessage.decoded(numbers)
                     if not self._is_first:
-                        hidden = self._links.receive_hidden(sum(message.rows), width, dtype)
-                self._inbox.put(_Next(what, message, hidden))
-                if what == END:
+                        hidden = self._links.receive_hidden(sum(message.rows), width)
+                if what == What.REPORT:
+                    window = tuple(numbers.view(torch.float64).tolist())
+                self._inbox.put(_Next(what, message, hidden, window))
+                if what == What.END:
                     return
         except HarnessError as exc:
             self._inbox.put(_Next(failure=exc))
@@ -106,10 +120,15 @@ class Follower:
             for i, batch in enumerate(message.batches)
         ]  # fmt: skip
 
-    def _report(self) -> None:
-        read = self._loaded.stream.bytes_read
-        self._links.report([self._busy_s, self._idle_s, float(self._links.bytes_sent), float(read)])
-        self._busy_s = self._idle_s = 0.0
+    def _report(self, low: float, high: float) -> None:
+        """Answers with seconds at work, bytes sent and bytes of weights read in the run, and the spans between two
+        times, each as three numbers."""
+        sent, read = (now - before for now, before in zip(self._bytes(), self._moved, strict=True))
+        spans = [number for span in self._lane.within(low, high) for number in span]
+        self._links.answer([self._lane.busy_s, sent, read, *spans])
+
+    def _bytes(self) -> tuple[int, int]:
+        return self._links.bytes_sent, self._loaded.stream.bytes_read
 
 
 def _positions(batch: Sequence[Chunk]) -> torch.Tensor:

@@ -5,8 +5,9 @@ groups are under way at a time: while one group is in one stage, another is in t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,15 +24,20 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.storage import storages
 from engines.offload.model.stage import Stage
 from engines.offload.model_runner import ModelRunner
-from engines.offload.pipeline.follower import REPORTED
-from engines.offload.pipeline.links import END, PASS, Links, LostRankError
+from engines.offload.pipeline.clocks import Offset
+from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
+from engines.offload.pipeline.links import Links, LostRankError, What
 from engines.offload.pipeline.messages import PassMessage
-from engines.offload.pipeline.processes import Loaded, leading, started_by_torchrun
-from engines.offload.pipeline.stages import stages
+from engines.offload.pipeline.processes import leading, started_by_torchrun
+from engines.offload.pipeline.ranks import Loaded, Ranks
+from engines.offload.pipeline.rates import measured, rank_rates, stage_times
+from engines.offload.pipeline.stages import Division, equal_stages, timed_stages
+from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
-from harness.api import HarnessError
+from engines.offload.timeline import STAGE_BEFORE
+from harness.api import EngineTrace, HarnessError, TraceEvent
 
 S = TypeVar("S", Generation, Scoring)
 
@@ -40,17 +46,22 @@ class PipelineRunner(ModelRunner):
     """Runs passes of a model whose last `stage` is `loaded` here.
 
     `why_lost` says more of a rank that is gone than who misses it knows. `groups`: of sequences, which share `blocks`
-    KV blocks.
+    KV blocks. `clocks`: of other ranks, which without one share the leader's.
     """
 
     def __init__(
         self, loaded: LoadedModel, kernels: HostKernels, links: Links, stage: Stage, groups: int, blocks: int,
-        why_lost: Callable[[], str],
+        why_lost: Callable[[], str], clocks: Mapping[int, Offset],
     ) -> None:  # fmt: skip
         super().__init__(loaded, kernels, stage.first)
-        self._links = links
+        self._links, self._stage, self._clocks = links, stage, clocks
         self._why_lost = why_lost
         self._broken = False
+        self._lane = Lane()
+        self._under_way: deque[int] = deque()  # rows of each pass that was announced and has not come back
+        self._entered = 0.0
+        loaded.timeline.under_way = groups
+        loaded.timeline.clear()
         plan, policy = loaded.plan, loaded.policy
         offloaded = max(0, blocks - plan.kv_blocks)
         last = 0 if loaded.device.where.type == "cpu" else max(0, offloaded - plan.host_kv_blocks)
@@ -68,18 +79,46 @@ class PipelineRunner(ModelRunner):
     def close(self) -> None:
         """Lets the other ranks end too."""
         if not self._broken:
-            self._links.announce(END)
+            with suppress(HarnessError):  # a rank that is lost by now has ended
+                self._take_back()
+                self._links.announce(What.END)
             self._broken = True
         super().close()
 
-    def metrics(self) -> dict[str, float]:
-        """Of each other rank, as `rank1_busy_s` and so on; see follower.REPORTED."""
+    def ranks(self) -> EngineTrace:
+        """Of each rank R, as `rankR_busy_s` and so on: seconds at work, without work, and these as a share of the run;
+        of other ranks the bytes that they sent and read. Lanes cover what the timeline keeps."""
         if self._broken:
-            return {}
-        with self._naming():
-            found = self._links.reports(len(REPORTED))
-        return {f"rank{rank}_{name}": value for rank, values in enumerate(found, 1)
-                for name, value in zip(REPORTED, values, strict=True)}  # fmt: skip
+            return EngineTrace()
+        low, high = self.loaded.timeline.window
+        found = metrics(0, self._lane.busy_s, self._lane.seconds)
+        lanes: list[TraceEvent] = events(0, self._lane.within(low, high), low)
+        for rank in self._links.followers:
+            clock = self._clocks.get(rank, Offset())
+            with self._naming():
+                told = self._links.asked(rank, What.REPORT, [low + clock.seconds, high + clock.seconds])
+            busy_s, sent, read, *spans = told
+            found |= metrics(rank, busy_s, self._lane.seconds)
+            found |= {f"rank{rank}_sent_bytes": sent, f"rank{rank}_weight_bytes_read": read}
+            if rank in self._clocks:
+                found |= {f"rank{rank}_clock_offset_s": clock.seconds, f"rank{rank}_clock_error_s": clock.error_s}
+            each = [LaneSpan(int(kind), a, b) for kind, a, b in zip(*[iter(spans)] * 3, strict=True)]
+            lanes += events(rank, each, low + clock.seconds)
+        return EngineTrace(found, tuple(lanes))
+
+    @contextmanager
+    def one_run(self) -> Iterator[None]:
+        """Lets all ranks count from here on, too."""
+        if not self._broken:
+            self._lane.clear()
+            with self._naming():
+                self._links.announce(What.BEGIN)
+        with super().one_run():
+            try:
+                yield
+            finally:
+                if not self._broken:
+                    self._take_back()
 
     @contextmanager
     def whole(self) -> Iterator[Share]:
@@ -94,23 +133,52 @@ class PipelineRunner(ModelRunner):
     def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
         if self._broken:
             raise HarnessError("the pipeline has lost a rank: load the model again")
+        began = time.perf_counter()
         flight = super().begin_pass(scheduler, clock)
-        ids = [t for b in flight.batches for c in b for t in c.sequence.tokens[c.cached : c.cached + c.count]]
+        message = PassMessage(flight.batches, _ids(flight))
+        formed = time.perf_counter()
         with self._naming():
-            self._links.announce(PASS, PassMessage(flight.batches, ids).encoded())
+            self._links.announce(What.PASS, message.encoded())
+        self._under_way.append(sum(message.rows))
+        self._lane.add(COMPUTE, began, formed)
+        self._lane.add(SEND, formed, time.perf_counter())
         return flight
+
+    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        advanced = super().end_pass(flight, clock)
+        self._lane.add(COMPUTE, self._entered, time.perf_counter())
+        return advanced
 
     def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
         loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
         began = time.perf_counter()
+        hidden = self._back()
+        self._entered = time.perf_counter()
+        loaded.timeline.add("wait", STAGE_BEFORE, began, self._entered)
+        self._lane.add(WAIT, began, self._entered)
+        return [None] * len(rows) if hidden is None else [loaded.device.upload(x) for x in torch.split(hidden, rows)]
+
+    def _back(self) -> torch.Tensor | None:
+        """What enters this stage of the pass that has been under way for longest; None where the model begins here."""
+        rows = self._under_way.popleft()
+        if self._stage.is_first:
+            return None
         with self._naming():
-            hidden = self._links.receive_hidden(sum(rows), loaded.model.shape.hidden, loaded.meta_model.dtype)
-        loaded.timeline.add("wait", "for the stage before", began, time.perf_counter())
-        return [loaded.device.upload(part) for part in torch.split(hidden, rows)]
+            return self._links.receive_hidden(rows, self.loaded.model.shape.hidden)
+
+    def _take_back(self) -> None:
+        """Takes what comes of passes that nobody will end, as a run was closed early: what they would have cached is
+        not there, and later passes must not be given it."""
+        if self._under_way:
+            self._forget_prefixes()
+        while self._under_way:
+            self._back()
 
     def _reset(self) -> None:
         super()._reset()
         self._forget_prefixes()
+        if not self._broken:
+            self._take_back()
 
     def _forget_prefixes(self) -> None:
         self.loaded.cache.reset_prefix_cache()
@@ -143,7 +211,7 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     """Loads a model on `policy.pipeline` ranks; `resources` end them. Raises as OffloadEngine.load does, naming the
     rank."""
     policy, threads = request.policy, torch.get_num_threads()
-    stages(request.model.shape, policy.pipeline)  # raises for too many, before any process is started
+    equal = equal_stages(request.model.shape, policy.pipeline)  # raises for too many, before any process is started
     if not (started_by_torchrun() or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.pipeline)  # ranks that share this host share its cores
         torch.set_num_threads(threads)
@@ -155,14 +223,40 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
         with ExitStack() as trial:
             [gemms, *_] = backend_for(request, host_kernels, trial, attention_units).choose_gemms(layers, outside)
         request = replace(request, policy=replace(policy, compute_dtype=gemms[layers].dtype))
-    request = ranks.assign(request)
-    stage = request.stage
-    assert stage is not None
+    division = _divided(request, ranks, equal, host_kernels)
+    request = ranks.assign(request, division.stages)
+    stage = division.stages[0]
     loaded = load(request, backend_for(request, host_kernels, resources, attention_units), host_kernels, resources)
     agreed = ranks.agree(Loaded.of(loaded))
-    loaded = replace(loaded, plan=replace(loaded.plan, sequences=agreed.sequences, chunk=agreed.chunk))
+    report = replace(loaded.report, notes=(*loaded.report.notes, *filter(None, [division.note])))
+    plan = replace(loaded.plan, sequences=agreed.sequences, chunk=agreed.chunk)
+    loaded = replace(loaded, plan=plan, report=report)
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
-    groups = group_count(ranks.count, agreed.blocks, longest, batch, agreed.streams)
-    runner = PipelineRunner(loaded, host_kernels, ranks.links(), stage, groups, agreed.blocks, ranks.why_lost)
+    groups = group_count(len(ranks.order), agreed.blocks, longest, batch, agreed.streams)
+    links = ranks.links(wire_of(policy, loaded.meta_model.dtype))
+    clocks = {rank: links.clock(rank) for rank in links.followers if not ranks.shares_clock(rank)}
+    runner = PipelineRunner(loaded, host_kernels, links, stage, groups, agreed.blocks, ranks.why_lost, clocks)
     resources.callback(runner.close)
     return runner
+
+
+def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostKernels) -> Division:
+    """Which rank has which layers: `equal` stages of ranks that are alike, or that have devices, else by what the ranks
+    measure. Tells them what is to be loaded."""
+    measure = not ranks.alike(request) and not request.limits.gpu
+    ranks.tell(request, measure)
+    if not measure:
+        return equal
+    with ExitStack() as trial:
+        backend = backend_for(request, kernels, trial, None)
+        told = [measured(request, backend, kernels), *ranks.rates()]
+        times = stage_times(request, backend)
+    known = [rates for rates in told if rates is not None]
+    if len(known) < len(told):
+        return replace(equal, note=f"equal stages, as the disk of rank {told.index(None)} could not be measured")
+    return timed_stages(times, rank_rates(ranks.machines, known, request))
+
+
+def _ids(flight: Flight[S]) -> list[int]:
+    """The tokens of a pass."""
+    return [t for b in flight.batches for c in b for t in c.sequence.tokens[c.cached : c.cached + c.count]]

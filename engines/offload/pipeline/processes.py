@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,109 +22,16 @@ import transformers
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.offload.backend.base import LoadRequest
-from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.stage import Stage
-from engines.offload.pipeline.links import Links
-from engines.offload.pipeline.stages import stage_of, stages
+from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
+from engines.offload.pipeline.rates import Machine, ToldRates
 from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
+from harness.common.rank_groups import in_own_group
 
-#: How long a rank may take to start, and to load its stage, in seconds.
-_START_S, _LOAD_S = 300.0, 24 * 3600.0
 #: How long ranks get to end when the leader has ended.
 _END_S = 10.0
-_LOOK_S = 0.05
 #: The environment of a rank that the leader started: the address of the leader's store.
 STORE = "HARNESS_PIPELINE_STORE"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a rank has loaded, as far as all must agree: KV blocks, sequences that run, prompt tokens of a pass, and
-    whether weights stream."""
-
-    blocks: int
-    sequences: int
-    chunk: int
-    streams: bool
-
-    @classmethod
-    def of(cls, loaded: LoadedModel) -> "Loaded":
-        """That of this rank."""
-        plan = loaded.plan
-        return cls(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
-
-
-@dataclass
-class Ranks:
-    """All ranks of a pipeline, as the leader sees them. `children` are those that it started, by rank."""
-
-    count: int
-    store: Any
-    children: Mapping[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
-
-    def assign(self, request: LoadRequest) -> LoadRequest:
-        """Tells each rank what to load; returns what the leader loads. All compute in the same dtype, the policy's."""
-        cut = stages(request.model.shape, self.count)
-        job = {name: getattr(request.job, name) for name in _JOB_FIELDS}
-        told = {"model": request.model, "policy": request.policy, "limits": request.limits, "job": job, "stages": cut}
-        self.store.set("load", json.dumps(to_json(told)))
-        return replace(request, stage=cut[stage_of(0, self.count)])
-
-    def links(self) -> Links:
-        """The leader's."""
-        return Links(0, self.count, self.store)
-
-    def agree(self, own: Loaded) -> Loaded:
-        """What all ranks can do, once all have loaded. Raises HarnessError for one that cannot, naming it."""
-        found = [own]
-        for rank in range(1, self.count):
-            self.wait_for(f"loaded/{rank}", rank, _LOAD_S)
-            found.append(from_json(Loaded, json.loads(self.store.get(f"loaded/{rank}"))))
-        return Loaded(
-            min(one.blocks for one in found),
-            min(one.sequences for one in found),
-            min(one.chunk for one in found),
-            any(one.streams for one in found),
-        )
-
-    def wait_for(self, key: str, rank: int, patience_s: float) -> None:
-        """Until the rank has set the key. Raises HarnessError where it fails, dies or takes too long."""
-        deadline = time.monotonic() + patience_s
-        while not self.store.check([key]):
-            if self.store.check([f"failed/{rank}"]):
-                raise HarnessError(f"rank {rank} of the pipeline: {self.store.get(f'failed/{rank}').decode()}")
-            if died := self.died():
-                raise HarnessError(f"the pipeline has ended: {died}")
-            if time.monotonic() > deadline:
-                raise HarnessError(f"rank {rank} of the pipeline did not answer for {patience_s:g} s")
-            time.sleep(_LOOK_S)
-
-    def died(self) -> str:
-        """Which of the processes that the leader started has died by itself, and of what; empty where none has."""
-        for rank, child in self.children.items():
-            code = child.poll()
-            if code is not None and code < 0:
-                return f"rank {rank} died of {signal.Signals(-code).name}"
-            if code:
-                return f"rank {rank} ended with exit code {code}"
-        return ""
-
-    def why_lost(self) -> str:
-        """Why the pipeline ended, as far as anybody knows."""
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline:
-            if any(self.store.check([f"failed/{rank}"]) for rank in range(1, self.count)):
-                break
-            if (died := self.died()) and "SIG" in died:
-                return died
-            time.sleep(_LOOK_S)
-        if (died := self.died()) and "SIG" in died:
-            return died
-        return Links(0, self.count, self.store).why_lost() or died
-
-
-#: What a rank needs to know of a job.
-_JOB_FIELDS = ("scratch", "cache", "max_sequence", "mean_sequence", "mean_new", "reproducible")
 
 
 @contextmanager
@@ -142,11 +49,10 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
     ranks = Ranks(count, store, children)
     try:
         for rank in children:
-            ranks.wait_for(f"ready/{rank}", rank, _START_S)
+            ranks.wait_for(f"ready/{rank}", rank, START_S)
         store.set("join", "yes")
         _join(store, 0, count)
-        _require_same_versions(ranks)
-        yield ranks
+        yield _introduced(ranks)
     except BaseException:
         for child in children.values():
             child.kill()  # what they would end for may never come
@@ -169,14 +75,17 @@ def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
     dist.init_process_group("gloo")
     ranks = Ranks(count, dist.distributed_c10d._get_default_store())
     try:
-        _require_same_versions(ranks)
-        yield ranks
+        yield _introduced(ranks)
     finally:
         dist.destroy_process_group()
 
 
-def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Links], None]]]) -> None:
-    """What a rank but the leader does: joins, loads its stage by `load`, and then does what that returned.
+def follow(
+    measure: Callable[[LoadRequest], ToldRates | None],
+    load: Callable[[LoadRequest], tuple[Loaded, Callable[[Sequence[int]], None]]],
+) -> None:
+    """What a rank but the leader does: joins, tells of its machine and perhaps its rates, loads its stage, and then
+    does what `load` returned, with the ranks in the order of their stages; or ends where it has no stage.
 
     Whatever ends it, the leader learns why.
     """
@@ -185,24 +94,32 @@ def follow(load: Callable[[LoadRequest], tuple[Loaded, Callable[[Links], None]]]
         _end_with_parent()
         store: Any = TCPStore("127.0.0.1", int(port), count, is_master=False)
         store.set(f"ready/{rank}", "yes")
-        store.wait(["join"], timedelta(seconds=_START_S))
+        store.wait(["join"], timedelta(seconds=START_S))
         _join(store, rank, count)
     else:
         dist.init_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
-    links = Links(rank, count, store)
     try:
+        machine = Machine.here()
         store.set(f"version/{rank}", versions())
-        store.wait(["load"], timedelta(seconds=_LOAD_S))
-        loaded, work = load(_told(json.loads(store.get("load")), rank, count))
-        store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
-        work(links)
+        store.set(f"machine/{rank}", json.dumps(to_json(machine)))
+        store.wait(["job"], timedelta(seconds=LOAD_S))
+        told = json.loads(store.get("job"))
+        request = _told(told, rank, machine)
+        if told["measure"]:
+            store.set(f"rates/{rank}", json.dumps(to_json(measure(request))))
+        store.wait(["stages"], timedelta(seconds=LOAD_S))
+        stages = dict(json.loads(store.get("stages")))
+        if rank in stages:
+            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank])))
+            store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
+            run(list(stages))
         dist.destroy_process_group()
     except HarnessError as exc:
-        _tell(links, str(exc))
+        _tell(store, rank, str(exc))
         _end_now()
     except BaseException as exc:
-        _tell(links, f"{type(exc).__name__}: {exc}")
+        _tell(store, rank, f"{type(exc).__name__}: {exc}")
         traceback.print_exc()
         _end_now()
 
@@ -222,27 +139,30 @@ def versions() -> str:
     return f"engine {digest.hexdigest()[:12]}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-def _require_same_versions(ranks: Ranks) -> None:
-    own = versions()
+def _introduced(ranks: Ranks) -> Ranks:
+    """The same, knowing their machines. Raises HarnessError for a rank of another version."""
+    own, machines = versions(), [Machine.here()]
     for rank in range(1, ranks.count):
-        ranks.wait_for(f"version/{rank}", rank, _START_S)
+        ranks.wait_for(f"version/{rank}", rank, START_S)
         if (theirs := ranks.store.get(f"version/{rank}").decode()) != own:
             raise HarnessError(
                 f"rank {rank} of the pipeline has {theirs}; rank 0 has {own}: install the same everywhere"
             )
+        ranks.wait_for(f"machine/{rank}", rank, START_S)
+        machines.append(from_json(Machine, json.loads(ranks.store.get(f"machine/{rank}"))))
+    return replace(ranks, machines=machines)
 
 
-def _told(told: Mapping[str, Any], rank: int, count: int) -> LoadRequest:
-    """What a rank is to load, of what the leader told all."""
+def _told(told: Mapping[str, Any], rank: int, machine: Machine) -> LoadRequest:
+    """What a rank is to load, of what the leader told all, but for its stage."""
     job = told["job"]
     scratch = Path(job["scratch"]) / f"rank-{rank}"
     scratch.mkdir(parents=True, exist_ok=True)
     return LoadRequest(
         from_json(LocalModel, told["model"]),
         from_json(OffloadPolicy, told["policy"]),
-        from_json(HardwareLimits, told["limits"]),
+        machine.limits(from_json(HardwareLimits, told["limits"])),
         Job(**{**job, "scratch": scratch, "cache": Path(job["cache"])}),
-        from_json(Stage, told["stages"][stage_of(rank, count)]),
     )
 
 
@@ -253,7 +173,7 @@ def _started(rank: int, count: int, port: int, threads: int) -> "subprocess.Pope
         "RANK": str(rank), "WORLD_SIZE": str(count), STORE: str(port), "OMP_NUM_THREADS": str(threads),
         "HARNESS_PIPELINE_PARENT": str(os.getpid()),
     }  # fmt: skip
-    return subprocess.Popen([sys.executable, "-P", "-m", "engines.offload.rank"], env=environment)
+    return subprocess.Popen(in_own_group(rank, [sys.executable, "-P", "-m", "engines.offload.rank"]), env=environment)
 
 
 def _end_with_parent() -> None:
@@ -279,6 +199,6 @@ def _end(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def _tell(links: Links, reason: str) -> None:
+def _tell(store: Any, rank: int, reason: str) -> None:
     with suppress(Exception):  # the leader may be what is gone
-        links.failed(reason)
+        store.set(f"failed/{rank}", reason)

@@ -4,56 +4,73 @@ Stages follow each other on ranks 1, 2, ..., and the last one is rank 0's: it sc
 needs them. What goes back to the first stage is a token id for each sequence, with the next pass.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
+from engines.offload.memory.partition import chosen_cut, shortest_stages
+from engines.offload.memory.stage_times import RankRates, StageTimes, alike
 from engines.offload.model.stage import Stage
 from harness.api import HarnessError, ModelShape
 
 
-def stage_of(rank: int, ranks: int) -> int:
-    """The number of a rank's stage."""
-    return ranks - 1 if rank == 0 else rank - 1
+@dataclass(frozen=True)
+class Division:
+    """The stages by rank, in their order, without ranks that have no layers; and in words why they are so."""
+
+    stages: Mapping[int, Stage]
+    note: str = ""
 
 
-def rank_of(stage: int, ranks: int) -> int:
-    """The rank of a stage."""
-    return 0 if stage == ranks - 1 else stage + 1
+def order_of(ranks: int) -> list[int]:
+    """The ranks in the order of their stages."""
+    return [*range(1, ranks), 0]
 
 
-def stages(shape: ModelShape, ranks: int) -> list[Stage]:
-    """The stages in their order, so that the one with most weights has as few as possible; the head counts as a part
-    of a layer. Raises HarnessError where a stage would have no layer."""
+def equal_stages(shape: ModelShape, ranks: int) -> Division:
+    """Of ranks that are alike, so that the one with most weights has as few as possible; the head counts as a part of a
+    layer. Raises HarnessError where a stage would have no layer."""
+    return Division(_stages(_even_ends(shape, ranks), order_of(ranks)))
+
+
+def timed_stages(times: StageTimes, rates: Sequence[RankRates]) -> Division:
+    """Of ranks with these `rates`, by rank: equal stages where they are alike, else so that the longest stage takes as
+    little time as possible, if that is clearly faster; a rank that would only slow the others down gets no layers.
+    Raises as `equal_stages`."""
+    order, layers = order_of(len(rates)), times.shape.num_layers
+    if alike(rates):
+        return equal_stages(times.shape, len(rates))
+    cut = chosen_cut(layers, _even_ends(times.shape, len(rates)), times.on([rates[rank] for rank in order]))
+    stages = _stages(cut.ends, order)
+    each = [
+        f"rank {rank} has {stages[rank].last - stages[rank].first} ({_ms(seconds)})"
+        for rank, seconds in zip(order, cut.seconds, strict=True)
+        if rank in stages
+    ]
+    note = f"layers by the ranks' rates, with the predicted time of a token: {', '.join(each)}"
+    if left_out := sorted(set(order) - set(stages)):
+        note += (
+            f"; none: rank {', '.join(map(str, left_out))}, as with layers on every rank the longest stage would take "
+            f"{_ms(cut.with_all_s)}, not {_ms(cut.longest_s)}"
+        )
+    return Division(stages, note)
+
+
+def _even_ends(shape: ModelShape, ranks: int) -> list[int]:
     if ranks > shape.num_layers:
         raise HarnessError(
             f"policy.pipeline: {ranks} stages for {shape.num_layers} layers; each needs one, so use at most as many"
         )
     head = shape.head_params / shape.params_per_layer
-    costs = [1.0] * (shape.num_layers - 1) + [1.0 + head]
-    ends = evenly(costs, ranks)
-    return [Stage(first, last, shape.num_layers) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+    sums = [*accumulate([1.0] * (shape.num_layers - 1) + [1.0 + head], initial=0.0)]
+    return shortest_stages(shape.num_layers, ranks, lambda _, first, last: sums[last] - sums[first])
 
 
-def evenly(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to end each of so many non-empty runs of `costs`, so that the largest sum is as small as possible, and with
-    it the sum of their squares, so that others are even too.
+def _stages(ends: Sequence[int], order: Sequence[int]) -> dict[int, Stage]:
+    starts = [0, *ends[:-1]]
+    return {rank: Stage(a, b, ends[-1]) for rank, a, b in zip(order, starts, ends, strict=True) if b > a}
 
-    Dynamic programming over (parts left, first index); exact in the largest sum.
-    """
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # of costs[i:] in k runs: the largest sum, the sum of squares, and where the first run ends
-    best = {(1, i): (sums[count] - sums[i], (sums[count] - sums[i]) ** 2, count) for i in range(count)}
-    for k in range(2, parts + 1):
-        for i in range(count - k + 1):
-            best[k, i] = min(
-                (max(run, largest), run**2 + squares, end)
-                for end in range(i + 1, count - k + 2)
-                for run, (largest, squares, _) in [(sums[end] - sums[i], best[k - 1, end])]
-            )
-    ends, start = [], 0
-    for k in range(parts, 0, -1):
-        start = best[k, start][2]
-        ends.append(start)
-    return ends
+
+def _ms(seconds: float) -> str:
+    return "more memory than it has" if math.isinf(seconds) else f"{1000 * seconds:.3g} ms"

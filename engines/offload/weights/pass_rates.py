@@ -25,7 +25,7 @@ from harness.api import HarnessError
 from harness.common.buffers import direct_buffer
 
 #: Rows at which products are measured.
-_ROWS = (1, 16, 128, 1024)
+ROWS = (1, 16, 128, 1024)
 #: Bytes of a read that are tried, and of the file.
 _READ_BYTES, _FILE = (1 << 20, 4 << 20, 16 << 20), 64 << 20
 _ROUNDS = 3
@@ -47,13 +47,13 @@ def pass_rates(
     rate = max(reads.values())
     size = min(size for size, found in reads.items() if found >= _ENOUGH * rate)
     key = ("seconds a value", way.label, hidden, kernels.threads)
-    seconds = _numbers(kept, key, partial(seconds_per_value, way, hidden, kernels, _ROWS))
+    seconds = _numbers(kept, key, partial(seconds_per_value, way, hidden, kernels, ROWS))
     memory = way.stored.matrix_bytes(PANEL, TILE_VALUES) / PANEL / TILE_VALUES / seconds[1]
-    return PassRates(min(rate, disk_limit or rate), size, partial(_at, seconds), memory)
+    return PassRates(min(rate, disk_limit or rate), size, partial(seconds_at, seconds), memory)
 
 
-def _at(seconds: Mapping[int, float], rows: float) -> float:
-    """Seconds of a value at so many rows: linear between those measured, and on from the last two."""
+def seconds_at(seconds: Mapping[int, float], rows: float) -> float:
+    """Seconds of a value in a product of so many rows: linear between those measured, and on from the last two."""
     known = sorted(seconds.items())
     if rows > known[-1][0]:
         (low, before), (high, last) = known[-2:]

@@ -1,0 +1,143 @@
+"""All ranks of a pipeline as the leader sees them: what they tell each other before passes begin, and who is lost."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines.offload.backend.base import LoadRequest
+from engines.offload.loaded_model import LoadedModel
+from engines.offload.model.stage import Stage
+from engines.offload.pipeline.links import Links
+from engines.offload.pipeline.rates import Machine, ToldRates
+from engines.offload.pipeline.wire import Wire
+from harness.api import HarnessError, from_json, to_json
+
+#: How long a rank may take to start, and to measure or load its stage, in seconds.
+START_S, LOAD_S = 300.0, 24 * 3600.0
+#: How long the leader listens for why a rank was lost, in seconds; and for a process to be dead, whose connections
+#: closed before.
+_REASON_S, _DEATH_S = 6.0, 1.0
+_LOOK_S = 0.05
+#: What a rank needs to know of a job.
+_JOB_FIELDS = ("scratch", "cache", "max_sequence", "mean_sequence", "mean_new", "reproducible")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank has loaded, as far as all must agree: KV blocks, sequences that run, prompt tokens of a pass, and
+    whether weights stream."""
+
+    blocks: int
+    sequences: int
+    chunk: int
+    streams: bool
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "Loaded":
+        """That of this rank."""
+        plan = loaded.plan
+        return cls(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
+
+
+@dataclass
+class Ranks:
+    """All ranks of a pipeline, as the leader sees them. `children` are those that it started, by rank."""
+
+    count: int
+    store: Any
+    children: Mapping[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    machines: Sequence[Machine] = ()  # by rank
+    order: Sequence[int] = ()  # those that have a stage, in the order of these
+
+    def alike(self, request: LoadRequest) -> bool:
+        """Whether nothing tells one rank's machine from another's, for this load."""
+        return bool(self.children) or len({machine.under(request) for machine in self.machines}) == 1
+
+    def shares_clock(self, rank: int) -> bool:
+        """Whether a rank reads the leader's own clock."""
+        theirs, own = self.machines[rank].clock, self.machines[0].clock
+        return bool(self.children) or (theirs == own and theirs != "")
+
+    def tell(self, request: LoadRequest, measure: bool) -> None:
+        """Tells each rank what is to be loaded, and whether to measure its rates. All compute in the policy's dtype."""
+        job = {name: getattr(request.job, name) for name in _JOB_FIELDS}
+        told = {"model": request.model, "policy": request.policy, "limits": request.limits, "job": job}
+        self.store.set("job", json.dumps(to_json(told | {"measure": measure})))
+
+    def rates(self) -> list[ToldRates | None]:
+        """What each other rank has measured. Raises HarnessError for one that cannot, naming it."""
+        found: list[ToldRates | None] = []
+        for rank in range(1, self.count):
+            self.wait_for(f"rates/{rank}", rank, LOAD_S)
+            told = json.loads(self.store.get(f"rates/{rank}"))
+            found.append(None if told is None else from_json(ToldRates, told))
+        return found
+
+    def assign(self, request: LoadRequest, stages: Mapping[int, Stage]) -> LoadRequest:
+        """Tells each rank its stage, by rank in the order of stages; returns what the leader loads."""
+        self.order = list(stages)
+        self.store.set("stages", json.dumps(to_json(list(stages.items()))))
+        return replace(request, stage=stages[0])
+
+    def links(self, wire: Wire) -> Links:
+        """The leader's."""
+        return Links(0, self.order, wire)
+
+    def agree(self, own: Loaded) -> Loaded:
+        """What all ranks can do, once all have loaded. Raises HarnessError for one that cannot, naming it."""
+        found = [own]
+        for rank in self.order[:-1]:
+            self.wait_for(f"loaded/{rank}", rank, LOAD_S)
+            found.append(from_json(Loaded, json.loads(self.store.get(f"loaded/{rank}"))))
+        return Loaded(
+            min(one.blocks for one in found),
+            min(one.sequences for one in found),
+            min(one.chunk for one in found),
+            any(one.streams for one in found),
+        )
+
+    def wait_for(self, key: str, rank: int, patience_s: float) -> None:
+        """Until the rank has set the key. Raises HarnessError where it fails, dies or takes too long."""
+        deadline = time.monotonic() + patience_s
+        while not self.store.check([key]):
+            if reason := self._said(rank):
+                raise HarnessError(f"rank {rank} of the pipeline: {reason}")
+            if died := self.died():
+                raise HarnessError(f"the pipeline has ended: {died}")
+            if time.monotonic() > deadline:
+                raise HarnessError(f"rank {rank} of the pipeline did not answer for {patience_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def died(self) -> str:
+        """Which of the processes that the leader started has died by itself, and of what; empty where none has."""
+        for rank, child in self.children.items():
+            code = child.poll()
+            if code is not None and code < 0:
+                return f"rank {rank} died of {signal.Signals(-code).name}"
+            if code:
+                return f"rank {rank} ended with exit code {code}"
+        return ""
+
+    def why_lost(self) -> str:
+        """Why the pipeline ended, as far as anybody knows: a process died, a rank gave a reason of its own, or else
+        whom some rank lost."""
+        began = time.monotonic()
+        while True:
+            if (died := self.died()) and "SIG" in died:
+                return died
+            said = {rank: reason for rank in self.order[:-1] if (reason := self._said(rank))}
+            if own := [rank for rank, reason in said.items() if not reason.startswith("lost ")]:
+                return f"rank {own[0]} failed: {said[own[0]]}"
+            all_said = len(said) >= max(1, len(self.order) - 2)
+            if time.monotonic() - began > (_DEATH_S if all_said else _REASON_S):
+                return next(iter(said.values()), died)
+            time.sleep(_LOOK_S)
+
+    def _said(self, rank: int) -> str:
+        """Why a rank ended, by itself; empty where it has not."""
+        key = f"failed/{rank}"
+        return str(self.store.get(key).decode()) if self.store.check([key]) else ""

@@ -35,6 +35,12 @@ def set_option(example: str) -> _Decorator:
                         help=f"Override policy, limits, options or model: {example}.")  # fmt: skip
 
 
+def cluster_option(does: str) -> _Decorator:
+    """`--ray`: a cluster that `does` what this host would."""
+    return click.option("--ray", metavar="auto|ADDRESS",
+                        help=f"{does} a Ray cluster: the one on this host, or that of a head at HOST:PORT.")  # fmt: skip
+
+
 def json_option(help_text: str = "Print JSON.") -> _Decorator:
     """`--json`, as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help=help_text)

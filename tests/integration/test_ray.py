@@ -1,0 +1,143 @@
+"""Jobs and suites on a real Ray cluster of this host: workers, nodes and commands are killed, and nothing is lost."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.conftest import end, wait_for
+from tests.integration.test_generate import Files
+
+pytestmark = pytest.mark.slow
+
+#: Enough for Ray's own store on each node, and nodes that are missed soon.
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30, "include_dashboard": False}
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+
+
+@pytest.fixture(scope="module")
+def new_cluster():
+    """Starts clusters of one node, with one CPU; all end with the tests. CI fails without Ray, others are told."""
+    if importlib.util.find_spec("ray") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Ray: make .venv/.ray")
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    from ray.cluster_utils import Cluster
+
+    folder, started = tempfile.mkdtemp(prefix="ray"), []  # short: Ray's sockets are in it
+
+    def start():
+        head = {**NODE, "node_name": "first", "_system_config": HEALTH, "temp_dir": folder}
+        started.append(Cluster(initialize_head=True, head_node_args=head))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(new_cluster):
+    """Two nodes."""
+    cluster = new_cluster()
+    cluster.add_node(**NODE, node_name="second")
+    return cluster
+
+
+@pytest.fixture
+def files(cli, cluster):
+    found = Files(cli)
+    found.on_ray = ("--memory", "1GiB", "--ray", cluster.address, "--workers", 2)
+    return found
+
+
+def workers():
+    """Ray's processes that run an actor of ours."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if "ray::Worker" in " ".join(p.cmdline())]
+
+
+def rows(path):
+    return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["line"])
+
+
+def alone(files, *more):
+    """The answers of the same job without Ray."""
+    there, files.output = files.output, files.cli.folder / "alone.jsonl"
+    files("--memory", "1GiB", *more)
+    alone, files.output = rows(files.output), there
+    return alone
+
+
+def test_workers_and_a_node_are_killed_and_every_line_is_answered_once(files, cluster):
+    lines = ({"custom_id": f"r{i}", "prompt": f"prompt {i}", "max_tokens": 3, "temperature": 1} for i in range(60))
+    files.write({"prompt": "twice", "n": 2, "temperature": 0.5, "max_tokens": 3}, *lines)
+    third = cluster.add_node(**NODE, node_name="third")
+    slow = ("--set", "options.sleep_s=0.2", "--set", "policy.gpu_batch_size=2")
+    more = (*files.on_ray[:-1], 3)
+    process = files.start(*more, *slow)
+    wait_for(lambda: len(workers()) == 3)
+    workers()[0].kill()
+    wait_for(lambda: len(files.output.read_text().splitlines()) > 15)
+    cluster.remove_node(third, allow_graceful=False)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, told
+    assert told.count("another takes its place") == 2
+    assert sorted(files.answers()) == list(range(1, 62))
+    assert rows(files.output) == alone(files, *slow), "seeds do not depend on who answers"
+
+
+def test_the_command_is_killed_and_goes_on_with_and_without_ray(files):
+    files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(60)))
+    slow = ("--set", "options.sleep_s=0.2", "--set", "policy.gpu_batch_size=2")
+    end(files.start(*files.on_ray, *slow))
+    kept = files.output.read_text().split("\n")[:-1]
+    assert 0 < len(kept) < 60
+    wait_for(lambda: not workers())
+    process = files.cli.start(*files.command(*files.on_ray, *slow))
+    wait_for(lambda: len(files.output.read_text().splitlines()) > len(kept))
+    process.send_signal(signal.SIGTERM)
+    assert "run the same command again to resume" in process.communicate(timeout=30)[1]
+    assert process.returncode == 143
+    files("--memory", "1GiB")
+    assert files.output.read_text().split("\n")[: len(kept)] == kept
+    assert sorted(files.answers()) == list(range(1, 61))
+
+
+def test_a_shard_that_kills_its_workers_is_answered_with_the_reason(files):
+    files.write({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
+    one = (*files.on_ray[:-1], 1)
+    files(*one, "--set", "options.crash=sigkill", code=1)
+    answered = [row["error"] for row in rows(files.output)]
+    assert all("a worker was lost over this line or those beside it 3 times" in error["message"] for error in answered)
+    told = files(*one, "--set", "options.crash=exception", code=2).stderr
+    assert "a worker on node" in told and "engine fake failed (error): RuntimeError" in told
+    files("--memory", "1GiB")
+    assert all(row["error"] is None for row in rows(files.output))
+
+
+def test_what_cannot_be_is_one_line(files):
+    files.write({"prompt": "a"})
+    assert "has room for 2 workers of 1 core and 1.0 GiB each, not for 3" in files.refused(*files.on_ray[:-1], 3)
+    assert "nobody answers there" in files.refused("--memory", "1GiB", "--ray", "127.0.0.1:1", "--workers", 1)
+    assert "workers need --memory" in files("--ray", "auto", "--workers", 1, code=2).stderr
+    assert "--workers goes with --ray" in files("--ray", "auto", code=2).stderr
+
+
+def test_a_cluster_that_goes_away_ends_the_job_in_a_line(cli, new_cluster):
+    files, cluster = Files(cli), new_cluster()
+    files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(40)))
+    slow = ("--set", "options.sleep_s=0.3", "--set", "policy.gpu_batch_size=2")
+    process = files.start("--memory", "1GiB", "--ray", cluster.address, "--workers", 1, *slow)
+    cluster.shutdown()
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 2, told
+    assert f"the Ray cluster of {cluster.address} went away" in told.splitlines()[-1]
+    files("--memory", "1GiB")
+    assert sorted(files.answers()) == list(range(1, 41))

@@ -141,3 +141,37 @@ def test_a_cluster_that_goes_away_ends_the_job_in_a_line(cli, new_cluster):
     assert f"the Ray cluster of {cluster.address} went away" in told.splitlines()[-1]
     files("--memory", "1GiB")
     assert sorted(files.answers()) == list(range(1, 41))
+
+
+CELLS = """
+  - {name: a, engine: fake, options: {sleep_s: 0.05}}
+  - {name: b, engine: fake, options: {rate_tok_s: 2000}}
+"""
+TWO = "[{prompt_len: 8, gen_len: 4}, {prompt_len: 8, gen_len: 6}]"
+
+
+def test_a_suite_is_measured_on_nodes_each_workload_on_one(cli, cluster):
+    suite = cli.suite(CELLS, workload=TWO, repeats=2)
+    on_ray = ("--ray", cluster.address, "--no-report")
+    process = cli.start(*cli.running(suite), *on_ray)
+    wait_for(lambda: len(cli.records()) >= 3)
+    end(process)
+    kept = cli.records()
+    told = cli.run(suite, *on_ray).stderr
+    records = cli.records()
+    assert records[: len(kept)] == kept
+    assert f"{8 - len(kept)} launches to do" in told
+    assert sorted((r.spec.name, r.repeat) for r in records) == sorted({(r.spec.name, r.repeat) for r in records})
+    assert len(records) == 8 and {r.status for r in records} == {"ok"}
+    nodes = {}
+    for record in records:
+        nodes.setdefault(record.spec.workload.gen_len, []).append(record)
+        assert (cli.out / record.log).stat().st_size > 0
+    assert all(len({r.provenance["node"] for r in of_one}) == 1 for of_one in nodes.values())
+    assert len({r.provenance["node"] for r in records}) == 2
+    for of_one in nodes.values():
+        names = [r.spec.name.partition("-")[0] for r in of_one]
+        assert names[0] != names[1] and names[2] != names[3], "each round runs both"
+    assert "0 launches to do (8 already done" in cli.run(suite, *on_ray).stderr
+    wanting = cli.suite(CELLS, hardware="{requires: {machine: epyc}}")
+    assert "no node of the cluster meets tiny" in cli.run(wanting, *on_ray, code=3).stderr

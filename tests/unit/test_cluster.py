@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from harness.api import (
     GenerationRequest,
     HardwareLimits,
+    HardwareRequirements,
     HarnessError,
     OffloadPolicy,
+    WorkloadSpec,
 )
 from harness.cluster.connection import connected
+from harness.cluster.groups import choose, fits, group, label
 from harness.cluster.ledger import MAX_LOSSES, Ledger, shard_size
 from harness.cluster.placement import Node, worker_needs
 from harness.cluster.versions import require_same, versions_for
-from tests.records import FAKE
+from tests.records import FAKE, cell, record
 
 GIB = 2**30
 
@@ -91,6 +94,52 @@ def test_workers_get_all_the_cores_that_leave_room_for_each(sizes, workers, memo
     own = replace(job, limits=replace(job.limits, threads=1))
     if room(ranks) >= workers:
         assert worker_needs(own, nodes, workers)["CPU"] == ranks, "a core for each thread"
+
+
+A, B = cell("a"), cell("b", "offload")
+C = cell("c", workload=WorkloadSpec(gen_len=7))
+
+
+def on(node, spec, repeat=0, **changes):
+    return record(spec, repeat, provenance={"node": node}, **changes)
+
+
+def groups_of(*records):
+    return group([A, C, B], {(r.fingerprint, r.repeat): r for r in records})
+
+
+def test_cells_of_a_workload_stay_on_one_node():
+    first, second = groups_of()
+    assert [cell.name for cell in first.cells] == ["a", "b"], "what is compared is together"
+    assert [(s.cell.name, s.repeat) for s in first.todo][:4] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert choose([first, second], "n", {"n"}) is first
+    second.node = "n"
+    assert choose([first, second], "n", {"n", "m"}) is second, "a node goes on with its own"
+    first.node = "m"
+    assert choose([first], "n", {"n", "m"}) is None, "and leaves what another measures"
+    assert choose([first], "n", {"n"}) is first, "until that is gone"
+
+
+def test_a_run_is_resumed_on_its_node_and_mixes_no_machines():
+    first, _ = groups_of(on("n", A), on("n", B))
+    assert first.node == "n" and not first.mixed
+    assert [(s.cell.name, s.repeat) for s in first.todo] == [("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert not groups_of(*(on("n", C, repeat) for repeat in range(3)))[1].todo
+    (refused, _) = groups_of(on("n", A, status="unsupported"))
+    assert {s.cell.name for s in refused.todo} == {"b"}, "a refusal settles all repeats"
+    for others in ([on("n", A), on("m", B)], [record(A)]):
+        mixed, _ = groups_of(*others)
+        assert mixed.mixed and len(mixed.todo) == 6
+
+
+def test_nodes_that_fit_and_what_records_call_them():
+    node = Node("id", "10.1.2.3", {"CPU": 8.0, "memory": 16.0 * GIB, "epyc": 1.0})
+    assert fits(HardwareRequirements(), node)
+    assert fits(HardwareRequirements(cores=8, host_memory=16 * GIB, machine="epyc"), node)
+    for need in ({"cores": 9}, {"host_memory": 17 * GIB}, {"device_memory": 1}, {"machine": "xeon"}):
+        assert not fits(HardwareRequirements(**need), node)
+    assert "10.1" not in label(node)
+    assert label(node) == label(replace(node, id="of another start"))
 
 
 def test_other_versions_than_the_commands_are_refused():

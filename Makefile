@@ -90,7 +90,7 @@ $(VENV)/.models: $(STAMP)
 
 # Jobs on many machines; its 0.4 GB are not the quickstart's
 $(VENV)/.ray: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt ray
+	$(BIN)/python -m pip install --quiet -c constraints.txt ray submitit
 	touch $@
 
 # Kernels of a device, which its interpreter runs here; its 0.3 GB are not the quickstart's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, say, say_json, say_pieces
-from harness.cli.options import cache_option, cluster_option, memory_option, model_option, set_option
+from harness.cli.options import cache_option, cluster_options, memory_option, model_option, set_option
 
 if TYPE_CHECKING:
     from harness.batch.input import Lines
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 @set_option("policy.schedule=row")
 @click.option("--fresh", is_flag=True, help="Start over: set earlier answers aside instead of resuming.")
 @click.option("--dry-run", is_flag=True, help="Read and check the lines, say what would run, and stop.")
-@cluster_option("Answer by workers on")
+@cluster_options("Answer by workers on")
 @click.option("--workers", type=click.IntRange(1), metavar="N",
-              help="With --ray: how many, each with an engine and --memory of its own.")  # fmt: skip
+              help="With --ray or --slurm: how many, each with an engine and --memory of its own.")  # fmt: skip
 @cache_option("Models and converted weights")
 def generate(prompt: str | None, chat: bool, **options: Any) -> None:
     """Answer one prompt on the terminal, or a file of requests in a file.
@@ -69,7 +69,7 @@ def generate(prompt: str | None, chat: bool, **options: Any) -> None:
 
 
 def _prompt(prompt: str, chat: bool, source: Path | None, output: Path | None, fresh: bool, dry_run: bool,
-            ray: str | None, workers: int | None, **options: Any) -> None:  # fmt: skip
+            ray: str | None, slurm: str | None, workers: int | None, **options: Any) -> None:  # fmt: skip
     """Streams one answer to stdout."""
     from harness.api import InfeasibleError
     from harness.batch.progress import make_job_progress
@@ -77,7 +77,7 @@ def _prompt(prompt: str, chat: bool, source: Path | None, output: Path | None, f
     from harness.common.locks import in_use
 
     given = {"--input": source, "--output": output, "--fresh": fresh, "--dry-run": dry_run, "--ray": ray,
-             "--workers": workers}  # fmt: skip
+             "--slurm": slurm, "--workers": workers}  # fmt: skip
     if with_files := [name for name, value in given.items() if value]:
         raise click.UsageError(f"{with_files[0]} goes with a file of requests, not with --prompt")
     began = time.monotonic()
@@ -96,7 +96,7 @@ def _prompt(prompt: str, chat: bool, source: Path | None, output: Path | None, f
         say(f"{len(result.tokens)} tokens in {spent:.1f} s, after {loaded - began:.1f} s of loading{cut}", err=True)
 
 
-def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None,
+def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None, slurm: str | None,
          workers: int | None, **options: Any) -> None:  # fmt: skip
     """Answers a file of requests."""
     from harness.api import InfeasibleError
@@ -107,7 +107,7 @@ def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None
 
     if fresh and output == STDIO:
         raise click.UsageError("--fresh goes with a file of answers: on stdout there are no earlier ones")
-    _check_cluster(ray, workers, options["memory"])
+    _check_cluster(ray, slurm, workers, options["memory"])
     with (
         make_job_progress() as progress,
         nullcontext() if dry_run else in_use(options["cache"]),
@@ -116,8 +116,8 @@ def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None
         try:
             job = BatchJob(source=source, output=output, fresh=fresh, dry_run=dry_run, **options)
             load: Loader = loaded_engine
-            if ray is not None and workers is not None and not dry_run:
-                load = cluster.enter_context(_loading(ray, workers))
+            if workers is not None and not dry_run:
+                load = cluster.enter_context(_loading(ray, slurm, workers, options["cache"], progress.note))
             lines = run(job, progress, say_json, load)
         except InfeasibleError as exc:
             progress.note(f"harness: {exc}")
@@ -130,21 +130,25 @@ def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None
     sys.exit(EXIT_FAILED if unanswered else 0)
 
 
-def _check_cluster(ray: str | None, workers: int | None, memory: str | None) -> None:
+def _check_cluster(ray: str | None, slurm: str | None, workers: int | None, memory: str | None) -> None:
     """Raises UsageError for options of a cluster that do not go together."""
-    if (ray is None) is not (workers is None):
-        raise click.UsageError("--workers goes with --ray, and --ray with it")
+    if ray is not None and slurm is not None:
+        raise click.UsageError("give --ray or --slurm, not both")
+    if (ray is None and slurm is None) is not (workers is None):
+        raise click.UsageError("--workers goes with --ray or --slurm, and they with it")
     if workers is not None and memory is None:
         raise click.UsageError("workers need --memory: what each of them may use")
 
 
 @contextmanager
-def _loading(ray: str, workers: int) -> Iterator[Loader]:
+def _loading(
+    ray: str | None, slurm: str | None, workers: int, cache: Path, note: Callable[[str], None]
+) -> Iterator[Loader]:
     """What loads the engine on as many workers of a cluster."""
-    from harness.cluster.connection import connected
+    from harness.cluster.slurm import cluster_at
     from harness.cluster.workers import loaded_workers
 
-    with connected(ray) as cluster:
+    with cluster_at(ray, slurm, cache, note) as cluster:
         yield partial(loaded_workers, cluster, workers)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.errors import EXIT_FAILED, EXIT_HARDWARE, say, say_json
-from harness.cli.options import cache_option, cluster_option, json_option
+from harness.cli.options import cache_option, cluster_options, json_option
 
 if TYPE_CHECKING:
     from harness.api import RunRecord, RunSpec
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--no-report", is_flag=True, help="Write records only; `harness report` makes the report later.")
 @click.option("--extra-tries", type=click.IntRange(min=0), default=2, show_default=True,
               help="How often to repeat a launch that other processes disturbed, whatever its speed.")  # fmt: skip
-@cluster_option("Measure on the nodes of")
+@cluster_options("Measure on the nodes of")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @json_option("With --dry-run: print the cells as JSON.")
 @cache_option("Models and remembered searches")
@@ -61,8 +61,10 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError("--json goes with --dry-run; a run's data are in its records.jsonl")
     if options.hardware is not None and not options.simulate:
         raise click.UsageError("--hardware goes with --simulate; a run measures the machine it runs on")
-    if options.ray is not None and options.simulate:
-        raise click.UsageError("--ray measures; --simulate predicts here")
+    if options.on_cluster and options.simulate:
+        raise click.UsageError("--ray and --slurm measure; --simulate predicts here")
+    if options.ray is not None and options.slurm is not None:
+        raise click.UsageError("give --ray or --slurm, not both")
     selection = select(options)
     if dry_run:
         _print_cells(selection.cells, as_json)
@@ -84,7 +86,7 @@ def _measure(options: RunOptions, selection: Selection) -> int:
         done = _measured(options, selection)
     except UnmetRequirements as exc:
         say(f"harness: {exc}", err=True)
-        if options.ray is None:
+        if not options.on_cluster:
             say(f"shipped suites that would run here: {', '.join(_runnable(options.cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
     except KeyboardInterrupt:
@@ -105,12 +107,12 @@ def _measured(options: RunOptions, selection: Selection) -> Measured:
     from harness.run.progress import make_progress
 
     progress = make_progress()
-    if options.ray is None:
+    if not options.on_cluster:
         return measure(options, selection, progress)
-    from harness.cluster.connection import connected
+    from harness.cluster.slurm import cluster_at
     from harness.cluster.suite import measure_on
 
-    with connected(options.ray) as cluster:
+    with cluster_at(options.ray, options.slurm, options.cache, progress.note) as cluster:
         return measure_on(cluster, options, selection, progress)
 
 

@@ -18,7 +18,7 @@ class RunOptions:
 
     `engines`, `names` and `shard` (`I/N`, 1-based) select cells, all of them if empty. `out` is the run directory, None
     for results/<suite name>. `hardware` is the profile of a simulated run, None for the local one. `ray` is the address
-    of a cluster whose nodes measure.
+    of a cluster whose nodes measure, `slurm` describes the jobs of one.
     """
 
     suite: str
@@ -36,6 +36,12 @@ class RunOptions:
     extra_tries: int
     cache: Path
     ray: str | None = None
+    slurm: str | None = None
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether other machines measure."""
+        return self.ray is not None or self.slurm is not None
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def test_what_cannot_be_is_one_line(files):
     assert "nobody answers there" in files.refused("--memory", "1GiB", "--ray", "127.0.0.1:1", "--workers", 1)
     assert "workers need --memory" in files("--ray", "auto", "--workers", 1, code=2).stderr
     assert "--workers goes with --ray" in files("--ray", "auto", code=2).stderr
+    assert "expected KEY=VALUE" in files.refused("--memory", "1GiB", "--slurm", "4", "--workers", 1)
 
 
 def test_a_cluster_that_goes_away_ends_the_job_in_a_line(cli, new_cluster):
@@ -175,3 +176,19 @@ def test_a_suite_is_measured_on_nodes_each_workload_on_one(cli, cluster):
     assert "0 launches to do (8 already done" in cli.run(suite, *on_ray).stderr
     wanting = cli.suite(CELLS, hardware="{requires: {machine: epyc}}")
     assert "no node of the cluster meets tiny" in cli.run(wanting, *on_ray, code=3).stderr
+
+
+def test_jobs_of_slurm_are_a_cluster(cli, new_cluster):
+    files = Files(cli)
+    files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(20)))
+    before = set(psutil.pids())
+    files("--memory", "200MiB", "--slurm", "cluster=local,nodes=2,cpus_per_task=1,timeout_min=5", "--workers", 2)
+    assert sorted(files.answers()) == list(range(1, 21))
+    wait_for(lambda: not {p for p in psutil.pids() if p not in before and is_ray(p)})
+
+
+def is_ray(pid):
+    try:
+        return "raylet" in psutil.Process(pid).name()
+    except psutil.Error:
+        return False

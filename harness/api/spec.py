@@ -158,13 +158,18 @@ class HardwareLimits:
 
 @dataclass(frozen=True)
 class HardwareRequirements:
-    """What a machine must have, in bytes, before a suite is worth starting."""
+    """What a machine must have before a suite is worth starting: bytes, and cores.
+
+    `machine`: the kind of the machine, a resource of that name in a Ray cluster; without a cluster it is this machine.
+    """
 
     __pydantic_config__ = FORBID
 
     device_memory: int = 0
     host_memory: int = 0
     disk_free: int = 0
+    cores: int = 0
+    machine: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from harness import registry
 from harness.api import (
-    Engine,
     GenerationResult,
     HarnessError,
     InfeasibleError,
@@ -22,7 +21,17 @@ from harness.api.task import Text
 from harness.batch.answer_file import AnswerFile, AnswerStream
 from harness.batch.format import answer, refusal
 from harness.batch.input import Lines, Ready, Refused, read
-from harness.batch.job import STDIO, BatchJob, Lengths, Progress, engine_errors, job_cell, loaded_engine
+from harness.batch.job import (
+    STDIO,
+    Answerer,
+    BatchJob,
+    Lengths,
+    Loader,
+    Progress,
+    engine_errors,
+    job_cell,
+    loaded_engine,
+)
 from harness.batch.texts import echo_of, generated_text
 from harness.common.scratch import remove_abandoned
 
@@ -30,9 +39,11 @@ from harness.common.scratch import remove_abandoned
 _REPORTED = 20
 
 
-def run(job: BatchJob, progress: Progress, show: Callable[[Mapping[str, Any]], None]) -> Lines:
+def run(
+    job: BatchJob, progress: Progress, show: Callable[[Mapping[str, Any]], None], load: Loader = loaded_engine
+) -> Lines:
     """Runs a job: every line of the input gets exactly one line of output, an answer or the reason for its refusal.
-    `show` takes the lines of an output to stdout.
+    `show` takes the lines of an output to stdout; `load` gives what answers: an engine here, or others elsewhere.
 
     Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run decides what
     can be decided without loading, and stops. Of the lines returned, those that are `ready` were answered, or would be.
@@ -61,11 +72,13 @@ def run(job: BatchJob, progress: Progress, show: Callable[[Mapping[str, Any]], N
         if lines.ready:
             planned = len(lines.refused)
             with engine_errors(cell.engine), ExitStack() as opened:
-                engine = _load(opened, cell, model, lines, job.cache, progress)
+                engine = _load(opened, load, cell, model, lines, job.cache, progress)
                 _report(lines.refused[planned:], job, progress)
                 write_refused(lines.refused[planned:], output)
                 results = engine.generate(lines.requests)
+                told = len(lines.refused)
                 write_answers(results, lines, public_name(cell.model.id), text, output, progress)
+                _report(lines.refused[told:], job, progress)
                 if shared := engine.trace().metrics.get("shared_prompt_tokens"):
                     of_all = f"{shared:.0f} of {lines.prompt_tokens} prompt tokens"
                     progress.note(f"{of_all} were shared with an earlier request and computed once")
@@ -96,7 +109,9 @@ def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
         lines.refuse_longer(longest, f", which allows {longest}")
 
 
-def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cache: Path, progress: Progress) -> Engine:
+def _load(
+    opened: ExitStack, loading: Loader, cell: RunSpec, model: LocalModel, lines: Lines, cache: Path, progress: Progress
+) -> Answerer:  # fmt: skip
     """The engine, loaded for the lines that are ready; lines that it has no memory for become refused.
 
     Whether a sequence is too long, an engine without a memory planner tells only in `load`, and so may one whose loader
@@ -104,19 +119,18 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
     succeeds, bisection finds the longest length that fits. Raises InfeasibleError if none does.
     """
 
-    def load(longest: int) -> Engine:
+    def load(longest: int) -> Answerer:
         opened.close()  # two engines at once would need memory for both
         fitting = Lines([item for item in lines.ready if item.tokens <= longest])
         progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
         lengths = Lengths.of([(len(r.prompt), r.sampling.max_tokens) for r in fitting.requests])
         shown = partial(progress.advance, "loading")
-        loading = loaded_engine(_sized(cell, fitting), model, cache, lengths, progress.note, shown)
-        return opened.enter_context(loading)
+        return opened.enter_context(loading(_sized(cell, fitting), model, cache, lengths, progress.note, shown))
 
     lengths = sorted({item.tokens for item in lines.ready})
     fits, refused = -1, len(lengths)  # the index of the longest length that fits, and of the shortest that does not
     reasons: list[InfeasibleError] = []
-    engine: Engine | None = None
+    engine: Answerer | None = None
     while refused - fits > 1:
         index = (fits + refused) // 2 if fits >= 0 else max(0, refused - max(1, len(lengths) - refused))
         try:
@@ -149,10 +163,11 @@ def write_answers(
     results: Iterable[GenerationResult | RefusedEvent], lines: Lines, model: str, text: Text,
     output: AnswerFile | AnswerStream, progress: Progress,
 ) -> None:  # fmt: skip
-    """Writes a line's answer when the last of its samples is among `results`, or that the engine refuses it."""
+    """Writes a line's answer when the last of its samples is among `results`, or that the engine refuses it: such a
+    line is among the refused ones in the end."""
     owner = {request.id: item for item in lines.ready for request in item.requests}
     unfinished: dict[int, dict[str, GenerationResult]] = {}
-    refused = set[int]()
+    refused: dict[int, str] = {}
     written = tokens = 0
     progress.advance("generating", written, len(lines.ready))  # the rate counts from here
     for result in results:
@@ -162,7 +177,7 @@ def write_answers(
             continue
         samples = unfinished.setdefault(number, {})
         if isinstance(result, RefusedEvent):
-            refused.add(number)
+            refused[number] = result.reason
             write_refused([Refused(number, item.digest, item.line.id, result.reason)], output)
         else:
             samples[result.id] = result
@@ -174,6 +189,7 @@ def write_answers(
         del unfinished[number]
         written += 1
         progress.advance("generating", written, len(lines.ready), tokens)
+    lines.refuse(lambda item: refused.get(item.line.number, ""))
 
 
 def _answer(item: Ready, samples: dict[str, GenerationResult], model: str, text: Text) -> dict[str, object]:

@@ -1,13 +1,24 @@
 """A batch job as its user gives it, and the cell it runs as."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness import registry
-from harness.api import Engine, HarnessError, Job, LocalModel, OffloadPolicy, RunSpec
+from harness.api import (
+    Engine,
+    EngineTrace,
+    GenerationRequest,
+    GenerationResult,
+    HarnessError,
+    Job,
+    LocalModel,
+    OffloadPolicy,
+    RefusedEvent,
+    RunSpec,
+)
 from harness.api.machine import mean_cached_length
 from harness.common.classify import classify
 from harness.common.files import os_errors
@@ -75,6 +86,20 @@ class Lengths:
         """Those of sequences with so many prompt and new tokens."""
         mean_new = sum(new for _, new in lengths) // len(lengths)
         return cls(max(map(sum, lengths)), max(1, mean_cached_length(lengths)), mean_new)
+
+
+class Answerer(Protocol):
+    """What answers a job's requests once it is loaded: an engine, or workers that have one each."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterable[GenerationResult | RefusedEvent]: ...
+    def trace(self) -> EngineTrace: ...
+
+
+#: Loads a cell's model for sequences of some lengths, as `loaded_engine` does.
+Loader = Callable[
+    [RunSpec, LocalModel, Path, Lengths, Callable[[str], None], Callable[[int, int], None]],
+    AbstractContextManager[Answerer],
+]
 
 
 def job_cell(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, say, say_json, say_pieces
-from harness.cli.options import cache_option, memory_option, model_option, set_option
+from harness.cli.options import cache_option, cluster_options, memory_option, model_option, set_option
 
 if TYPE_CHECKING:
     from harness.batch.input import Lines
+    from harness.batch.job import Loader
 
 
 @click.command()
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 @set_option("policy.schedule=row")
 @click.option("--fresh", is_flag=True, help="Start over: set earlier answers aside instead of resuming.")
 @click.option("--dry-run", is_flag=True, help="Read and check the lines, say what would run, and stop.")
+@cluster_options("Answer by workers on")
+@click.option("--workers", type=click.IntRange(1), metavar="N",
+              help="With --ray or --slurm: how many, each with an engine and --memory of its own.")  # fmt: skip
 @cache_option("Models and converted weights")
 def generate(prompt: str | None, chat: bool, **options: Any) -> None:
     """Answer one prompt on the terminal, or a file of requests in a file.
@@ -49,6 +55,7 @@ def generate(prompt: str | None, chat: bool, **options: Any) -> None:
       harness generate --model ./qwen3.gguf --chat --prompt "Name three rivers."
       harness generate --model ./opt-6.7b --input prompts.jsonl --output answers.jsonl
       harness generate --model ./opt-6.7b --input prompts.jsonl --output answers.jsonl --memory 4GiB --dry-run
+      harness generate --model ./opt-6.7b --input in.jsonl --output out.jsonl --memory 8GiB --ray auto --workers 4
       cat prompts.jsonl | harness generate --model ./opt-6.7b --input - --output -
     """
     if prompt is not None:
@@ -62,14 +69,15 @@ def generate(prompt: str | None, chat: bool, **options: Any) -> None:
 
 
 def _prompt(prompt: str, chat: bool, source: Path | None, output: Path | None, fresh: bool, dry_run: bool,
-            **options: Any) -> None:  # fmt: skip
+            ray: str | None, slurm: str | None, workers: int | None, **options: Any) -> None:  # fmt: skip
     """Streams one answer to stdout."""
     from harness.api import InfeasibleError
     from harness.batch.progress import make_job_progress
     from harness.batch.prompt import PromptJob, opened
     from harness.common.locks import in_use
 
-    given = {"--input": source, "--output": output, "--fresh": fresh, "--dry-run": dry_run}
+    given = {"--input": source, "--output": output, "--fresh": fresh, "--dry-run": dry_run, "--ray": ray,
+             "--slurm": slurm, "--workers": workers}  # fmt: skip
     if with_files := [name for name, value in given.items() if value]:
         raise click.UsageError(f"{with_files[0]} goes with a file of requests, not with --prompt")
     began = time.monotonic()
@@ -88,20 +96,29 @@ def _prompt(prompt: str, chat: bool, source: Path | None, output: Path | None, f
         say(f"{len(result.tokens)} tokens in {spent:.1f} s, after {loaded - began:.1f} s of loading{cut}", err=True)
 
 
-def _job(source: Path, output: Path, fresh: bool, dry_run: bool, **options: Any) -> None:
+def _job(source: Path, output: Path, fresh: bool, dry_run: bool, ray: str | None, slurm: str | None,
+         workers: int | None, **options: Any) -> None:  # fmt: skip
     """Answers a file of requests."""
     from harness.api import InfeasibleError
     from harness.batch.generate import run
-    from harness.batch.job import STDIO, BatchJob
+    from harness.batch.job import STDIO, BatchJob, loaded_engine
     from harness.batch.progress import make_job_progress
     from harness.common.locks import in_use
 
     if fresh and output == STDIO:
         raise click.UsageError("--fresh goes with a file of answers: on stdout there are no earlier ones")
-    with make_job_progress() as progress, nullcontext() if dry_run else in_use(options["cache"]):
+    _check_cluster(ray, slurm, workers, options["memory"])
+    with (
+        make_job_progress() as progress,
+        nullcontext() if dry_run else in_use(options["cache"]),
+        ExitStack() as cluster,
+    ):
         try:
             job = BatchJob(source=source, output=output, fresh=fresh, dry_run=dry_run, **options)
-            lines = run(job, progress, say_json)
+            load: Loader = loaded_engine
+            if workers is not None and not dry_run:
+                load = cluster.enter_context(_loading(ray, slurm, workers, options["cache"], progress.note))
+            lines = run(job, progress, say_json, load)
         except InfeasibleError as exc:
             progress.note(f"harness: {exc}")
             sys.exit(EXIT_INFEASIBLE)
@@ -111,6 +128,28 @@ def _job(source: Path, output: Path, fresh: bool, dry_run: bool, **options: Any)
     say(_summary(lines, dry_run), err=output == STDIO and not dry_run)
     unanswered = lines.refused or any(item.refused for item in lines.settled.values())
     sys.exit(EXIT_FAILED if unanswered else 0)
+
+
+def _check_cluster(ray: str | None, slurm: str | None, workers: int | None, memory: str | None) -> None:
+    """Raises UsageError for options of a cluster that do not go together."""
+    if ray is not None and slurm is not None:
+        raise click.UsageError("give --ray or --slurm, not both")
+    if (ray is None and slurm is None) is not (workers is None):
+        raise click.UsageError("--workers goes with --ray or --slurm, and they with it")
+    if workers is not None and memory is None:
+        raise click.UsageError("workers need --memory: what each of them may use")
+
+
+@contextmanager
+def _loading(
+    ray: str | None, slurm: str | None, workers: int, cache: Path, note: Callable[[str], None]
+) -> Iterator[Loader]:
+    """What loads the engine on as many workers of a cluster."""
+    from harness.cluster.slurm import cluster_at
+    from harness.cluster.workers import loaded_workers
+
+    with cluster_at(ray, slurm, cache, note) as cluster:
+        yield partial(loaded_workers, cluster, workers)
 
 
 def _summary(lines: Lines, dry_run: bool) -> str:

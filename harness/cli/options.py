@@ -35,6 +35,15 @@ def set_option(example: str) -> _Decorator:
                         help=f"Override policy, limits, options or model: {example}.")  # fmt: skip
 
 
+def cluster_options(does: str) -> _Decorator:
+    """`--ray` and `--slurm`: a cluster that `does` what this host would."""
+    ray = click.option("--ray", metavar="auto|ADDRESS",
+                       help=f"{does} a Ray cluster: the one on this host, or that of a head at HOST:PORT.")  # fmt: skip
+    slurm = click.option("--slurm", metavar="KEY=VALUE,...",
+                         help=f"{does} SLURM jobs: nodes=4,cpus_per_task=16,timeout_min=240 and so on.")  # fmt: skip
+    return lambda command: ray(slurm(command))
+
+
 def json_option(help_text: str = "Print JSON.") -> _Decorator:
     """`--json`, as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help=help_text)

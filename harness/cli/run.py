@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.errors import EXIT_FAILED, EXIT_HARDWARE, say, say_json
-from harness.cli.options import cache_option, json_option
+from harness.cli.options import cache_option, cluster_options, json_option
 
 if TYPE_CHECKING:
     from harness.api import RunRecord, RunSpec
+    from harness.run.measure import Measured
     from harness.run.options import RunOptions, Selection
 
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--no-report", is_flag=True, help="Write records only; `harness report` makes the report later.")
 @click.option("--extra-tries", type=click.IntRange(min=0), default=2, show_default=True,
               help="How often to repeat a launch that other processes disturbed, whatever its speed.")  # fmt: skip
+@cluster_options("Measure on the nodes of")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @json_option("With --dry-run: print the cells as JSON.")
 @cache_option("Models and remembered searches")
@@ -49,6 +51,7 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
       harness run suites/cpu_offload.yaml --engine accelerate --set repeats=1 --out /tmp/try
       harness run suites/cpu_offload.yaml --shard 1/2
       harness run suites/quickstart.yaml --launcher docker
+      harness run suites/cpu_offload.yaml --ray auto
       harness run suites/opt175b_t4.yaml --simulate --hardware t4_gcp
     """
     from harness.run.options import RunOptions, select
@@ -58,6 +61,10 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
         raise click.UsageError("--json goes with --dry-run; a run's data are in its records.jsonl")
     if options.hardware is not None and not options.simulate:
         raise click.UsageError("--hardware goes with --simulate; a run measures the machine it runs on")
+    if options.on_cluster and options.simulate:
+        raise click.UsageError("--ray and --slurm measure; --simulate predicts here")
+    if options.ray is not None and options.slurm is not None:
+        raise click.UsageError("give --ray or --slurm, not both")
     selection = select(options)
     if dry_run:
         _print_cells(selection.cells, as_json)
@@ -71,16 +78,16 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
 
 def _measure(options: RunOptions, selection: Selection) -> int:
     """Runs the cells and writes the report; returns the exit code."""
-    from harness.run.measure import UnmetRequirements, measure, run_folder
-    from harness.run.progress import make_progress
+    from harness.run.measure import UnmetRequirements, run_folder
     from harness.run.store import RECORDS
     from reports.build import build
 
     try:
-        done = measure(options, selection, make_progress())
+        done = _measured(options, selection)
     except UnmetRequirements as exc:
         say(f"harness: {exc}", err=True)
-        say(f"shipped suites that would run here: {', '.join(_runnable(options.cache)) or 'none'}", err=True)
+        if not options.on_cluster:
+            say(f"shipped suites that would run here: {', '.join(_runnable(options.cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
     except KeyboardInterrupt:
         again = f"run the same command again{' without --fresh' if options.fresh else ''}"
@@ -92,6 +99,21 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     for record in done.failed:
         say(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
     return EXIT_FAILED if done.failed else 0
+
+
+def _measured(options: RunOptions, selection: Selection) -> Measured:
+    """The launches, done here or on the nodes of a cluster."""
+    from harness.run.measure import measure
+    from harness.run.progress import make_progress
+
+    progress = make_progress()
+    if not options.on_cluster:
+        return measure(options, selection, progress)
+    from harness.cluster.slurm import cluster_at
+    from harness.cluster.suite import measure_on
+
+    with cluster_at(options.ray, options.slurm, options.cache, progress.note) as cluster:
+        return measure_on(cluster, options, selection, progress)
 
 
 def _simulate(options: RunOptions, selection: Selection) -> None:

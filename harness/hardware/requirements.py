@@ -7,6 +7,7 @@ from pathlib import Path
 from harness.api import SuiteSpec
 from harness.common.files import nearest_existing
 from harness.common.host_memory import own_limit
+from harness.common.system import usable_cpus
 from harness.hardware import provenance
 
 
@@ -23,6 +24,8 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
         largest = max((float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()), default=0.0)
         if largest < need.device_memory:
             lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(largest)} present")
+    if (cores := usable_cpus()) < need.cores:
+        lacking.append(f"cores: {need.cores} required, {cores} usable")
     free = shutil.disk_usage(nearest_existing(cache)).free
     if free < need.disk_free and not resuming:
         lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")

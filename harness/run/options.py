@@ -17,7 +17,8 @@ class RunOptions:
     """What a user gave: a suite, which of its cells and under which overrides, and how to run them.
 
     `engines`, `names` and `shard` (`I/N`, 1-based) select cells, all of them if empty. `out` is the run directory, None
-    for results/<suite name>. `hardware` is the profile of a simulated run, None for the local one.
+    for results/<suite name>. `hardware` is the profile of a simulated run, None for the local one. `ray` is the address
+    of a cluster whose nodes measure, `slurm` describes the jobs of one.
     """
 
     suite: str
@@ -34,6 +35,13 @@ class RunOptions:
     no_report: bool
     extra_tries: int
     cache: Path
+    ray: str | None = None
+    slurm: str | None = None
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether other machines measure."""
+        return self.ray is not None or self.slurm is not None
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,14 @@ from harness.run.batches import Batches
 from harness.run.options import Selection
 from harness.run.progress import Progress
 from harness.run.records import Draft, RecordBuilder
-from harness.run.steps import Step, interleave
+from harness.run.steps import REFUSALS, Step, possible
 from harness.run.store import Store, is_done, write_suite_copy
 from harness.run.tuning import Remembered
 from harness.suite.cell_names import find_twins
 
-#: A repeat cannot end otherwise, so the cell's other repeats are left out, now and on resume.
-_REFUSALS = ("infeasible", "unsupported", "timeout")
 _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
-_NOT_REPEATED = (*_REFUSALS, "skipped")
+_NOT_REPEATED = (*REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: How often a launch that others disturbed runs again.
 EXTRA_TRIES = 2
@@ -85,8 +83,8 @@ class Runner:
                     f"{self._out} also holds records of {len(strangers)} other cells; reports show both"
                 )
             self._digests = {r.fingerprint: r.model.digest for r in done.values() if r.model}
-            self._dropped = {r.fingerprint for r in done.values() if r.status in _REFUSALS}
-            steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
+            self._dropped = {r.fingerprint for r in done.values() if r.status in REFUSALS}
+            steps = possible(cells, done.values())
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
             self._progress.planned(todo, len(steps) - len(todo))
             if todo:

@@ -14,6 +14,8 @@ _SECTIONS = {"model": api.ModelSpec, "workload": api.WorkloadSpec, "policy": api
              "limits": api.HardwareLimits, "requires": api.HardwareRequirements}  # fmt: skip
 #: Fields whose keys in a suite have no unit in their names.
 _DURATIONS = {"timeout_s": "timeout", "latency_s": "latency", "duration_s": "duration", "think_s": "think_time"}
+#: Fields of limits and requirements that are no sizes.
+_COUNTS_AND_NAMES = ("threads", "cores", "machine")
 _QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?[A-Za-z]+$"}
 _NONE = {"enum": ["none", None]}
 
@@ -52,7 +54,7 @@ def _section(name: str, kind: Any, definitions: dict[str, Any]) -> dict[str, Any
     for field, schema in _properties(kind, definitions).items():
         key = _DURATIONS.get(field, field)
         forms = [schema]
-        if key != field or (name in ("limits", "requires") and field != "threads"):
+        if key != field or (name in ("limits", "requires") and field not in _COUNTS_AND_NAMES):
             forms.append(_QUANTITY)  # with its unit
         if name == "limits":
             forms = [*(schema.get("anyOf", forms) if len(forms) == 1 else forms), _NONE]  # lifted

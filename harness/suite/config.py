@@ -19,7 +19,6 @@ from typing import Any, get_args
 from harness.api import (
     HIDDEN,
     HardwareLimits,
-    HardwareRequirements,
     HarnessError,
     RunSpec,
     SuiteSpec,
@@ -46,7 +45,7 @@ _DEFAULTS = (
     *("engine", "options", "env", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune", "candidates"),
     *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image", "environment"),
 )
-_SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
+_SIZE_KEYS = ("device_memory", "host_memory", "disk_free", "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
 SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "matrix", *_DEFAULTS)
 

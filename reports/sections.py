@@ -12,7 +12,7 @@ from reports.records import command_of
 from reports.render import TEMPLATES
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
-from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, median, number, one_line
+from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, median, number, one_line, plural
 
 
 def definitions() -> list[tuple[str, str]]:
@@ -198,6 +198,6 @@ def _flat_text(provenance: Mapping[str, Any]) -> dict[str, str]:
 def _value_cell(counts: Mapping[str, int]) -> Cell:
     if len(counts) == 1:
         return Cell(next(iter(counts)))
-    values = [f"{value} ({count} records)" for value, count in list(counts.items())[:4]]
+    values = [f"{value} ({plural(count, 'record')})" for value, count in list(counts.items())[:4]]
     more = [f"and {len(counts) - 4} more"] if len(counts) > 4 else []
     return Cell("; ".join(values + more), badges=("differs",))

@@ -59,8 +59,8 @@ class Table:
     columns: tuple[Column, ...]
     bodies: tuple[Body, ...]
 
-    def first(self, count: int = MOST_ROWS) -> Table:
-        """The table with at most `count` rows; the caption says how many it omits."""
+    def first(self) -> Table:
+        """The table with at most MOST_ROWS rows; the caption says of how many."""
         total = sum(len(b.rows) for b in self.bodies)
         if total <= MOST_ROWS:
             return self

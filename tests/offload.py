@@ -185,6 +185,10 @@ def requests_of(seed, count, eos=True):
     ]
 
 
+#: Five requests of six tokens.
+GOOD = [GenerationRequest(f"g{i}", (5 + i, 6, 7), SamplingParams(6, ignore_eos=True)) for i in range(5)]
+
+
 def quantizer_of(stored):
     """The definition of how keys and values are stored so."""
     return plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)

@@ -124,6 +124,12 @@ def test_where_many_rows_are_far_faster_a_block_in_step_is():
     assert bound(SHORT, 4, None, machine).compute_s == pytest.approx(prefill / 1e12 + decode / 1e9)
 
 
+def test_where_rows_of_a_mixed_pass_are_far_faster_sequences_of_mixed_ages_are():
+    """Four sequences of 8 + 2 tokens: 18 rows in each of two passes, not 32 and then 4."""
+    machine = replace(rates(), gemm_flops={"float32": {"4": (1e9,), "18": (4e9, 3e9), "32": (1e9,)}})
+    assert bound(SHORT, 4, None, machine).compute_s == pytest.approx(sum(SMALL.block_flops(4, 8, 2)) / 4e9)
+
+
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
     few = api.WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
     assert bound(few, 64, None, rates()) == bound(few, 3, None, rates())
@@ -149,6 +155,7 @@ def test_rates_between_measured_rows():
     assert rate_at(curve, 8) == pytest.approx(20)  # log-log linear
     assert rate_at(curve, 100) == 40
     assert rate_at(curve, 2) == 5  # bound by reading the weights
+    assert rate_at({"16": (7.0, 40.0), "4": (10.0,), "8": ()}, 2) == 5  # of the fewest rows that have a sample
 
 
 def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():

@@ -186,6 +186,19 @@ def test_flexgen_s_own_policies_run_where_they_ran(prompt, model, compressed, po
     assert plan.chunk >= 64
 
 
+@given(st.floats(0, 0.2), st.floats(0, 1))
+@settings(deadline=None, max_examples=10)
+def test_device_and_host_hold_the_parts_of_the_weights_that_were_asked_for(on_device, of_the_rest):
+    """Less than a tile too little, and never more. Each part of its tier, with room for all."""
+    one, on_host = demand(), of_the_rest * (1 - on_device)
+    weights = on_device, on_host, 1 - on_device - on_host
+    plan = plan_device_memory(one, api.OffloadPolicy(4, weights=weights), 40 * GIB, 400 * GIB)
+    total, largest = sum(tile.nbytes for tile in one.tiles), max(tile.nbytes for tile in one.tiles)
+    for chosen, share in ((plan.resident, on_device), (plan.pinned, on_host)):
+        held = sum(one.tiles[i].nbytes for i in chosen)
+        assert share * total - largest - 1 <= held <= share * total
+
+
 def test_a_sweep_whose_weights_stream_from_disk_keeps_its_cache_there_too():
     """So that more sequences share the reading; where memory holds all weights, none is read."""
     one = demand("facebook/opt-175b")

@@ -1,15 +1,7 @@
 """The offload engine says what transformers says, whatever the schedule, the batch, the placement and the cuts."""
 
 import dataclasses
-import errno
-import gc
-import multiprocessing
-import os
 import random
-import signal
-import time
-import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +9,14 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.offload.device.host import HostDevice
-from engines.offload.engine import OffloadEngine
 from engines.offload.executor import Executor
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.memory.layout import tiles_of
-from engines.offload.memory.storage import Plain
-from engines.offload.model.meta_model import MetaModel
-from engines.offload.weights import manifest
-from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import CheckpointLayout, convert
 from harness import api
 from tests.offload import (
-    COMMON,
     CONFIGS,
-    VOCAB,
+    GOOD,
     all_greedy,
     answers,
-    drop_tensor,
     exact_score,
     greedy,
     load_and_answer,
@@ -43,7 +25,6 @@ from tests.offload import (
     prepare,
     requests_of,
     same_by_the_near_tie_rule,
-    save,
     tiny,
     words,
 )
@@ -229,236 +210,6 @@ def test_without_a_compiler_torch_does_all_of_it(model, reference, tmp_path, mon
     assert all_greedy(reference, requests, tokens)
 
 
-def test_closing_frees_what_was_resident(model, cache, load):
-    engine, _ = load(model, cache, weights=(0.0, 1.0, 0.0))
-    held = weakref.ref(next(iter(engine.loaded.resident.values())))
-    gc.disable()
-    try:
-        engine.close()
-        assert held() is None
-    finally:
-        gc.enable()
-
-
-def test_a_limit_on_threads_ends_with_the_engine(model, cache, load):
-    before = torch.get_num_threads()
-    engine = OffloadEngine()
-    engine.load(model, api.OffloadPolicy(), api.HardwareLimits(threads=1), api.Job(cache, cache, 64, 64))
-    assert torch.get_num_threads() == 1
-    engine.close()
-    assert torch.get_num_threads() == before
-
-
-def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, cache, load):
-    for schedule in ("row", "zigzag", "sweep"):
-        with pytest.raises(api.InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):
-            load(model, cache / "never", budget=1 << 20, schedule=schedule)
-    assert not (cache / "never" / "offload").exists()
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [{"cpu_attention": True}, {"nano_batches": 2}, {"num_gpu_batches": 2}, {"weight_bits": 4, "group_size": 48}],
-)
-def test_policies_it_cannot_honour_are_refused(model, cache, policy, load):
-    with pytest.raises(api.UnsupportedError):
-        load(model, cache, **policy)
-
-
-def meta_model(model):
-    return MetaModel(Path(model.path), model.shape, torch.float32)
-
-
-def convert_into(model, cache, on_progress=lambda done, total: None):
-    found = meta_model(model)
-    source = CheckpointReader(model, found.prefix, found.aliases)
-    tiles = tiles_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
-    layout = CheckpointLayout(found.matrices, tiles, found.tables, found.small)
-    return convert(model, source, layout, {}, cache, on_progress)
-
-
-def test_conversion_keeps_every_weight(model, reference, tmp_path):
-    converted = convert_into(model, tmp_path)
-    state = reference.state_dict()
-    for tile in converted.tiles:
-        data = (converted.folder / tile.file).read_bytes()[tile.offset : tile.offset + tile.nbytes]
-        stored = torch.frombuffer(bytearray(data), dtype=torch.float32).view(tile.shape)
-        whole = state[tile.matrix]
-        part = whole[tile.start : tile.stop] if tile.axis == 0 else whole[:, tile.start : tile.stop]
-        assert torch.equal(stored, part)
-    for name in converted.tables:
-        assert torch.equal(converted.table(name), state[name])
-    small = converted.small()
-    assert all(torch.equal(small[name], state[name]) for name in small)
-    assert {b.matrix for b in converted.tiles} | set(converted.tables) | set(small) == set(state)
-
-
-def test_another_training_step_is_another_conversion(tmp_path, cache):
-    folder = save(tmp_path / "m", "opt")
-    first, again = (convert_into(prepare(folder), tmp_path) for _ in range(2))
-    assert again.folder == first.folder
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1  # a bit of a value somewhere
-    path.write_bytes(data)
-    other = convert_into(prepare(folder), tmp_path)
-    assert other.folder != first.folder
-
-
-def test_a_converted_folder_says_whether_it_is_whole(model, tmp_path):
-    folder = convert_into(model, tmp_path).folder
-    assert manifest.problem(folder) == "" and not manifest.is_outdated(folder)
-    (folder / "small.safetensors").unlink()
-    assert "small.safetensors has 0 of" in manifest.problem(folder)
-
-
-def _convert_slowly(path, cache, started):
-    def tell(done, total):
-        started.set()
-        time.sleep(0.02)
-
-    convert_into(prepare(path), cache, tell)
-
-
-def test_kill_minus_nine_during_conversion_leaves_nothing_half_done(model, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    started = context.Event()
-    process = context.Process(target=_convert_slowly, args=(model.path, tmp_path, started))
-    process.start()
-    assert started.wait(60)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    folder = tmp_path / "offload"
-    assert [p for p in folder.iterdir() if ".tmp-" in p.name], "it was in the middle"
-    assert not [p for p in folder.iterdir() if p.is_dir() and ".tmp-" not in p.name]
-    converted = convert_into(model, tmp_path)
-    assert [p for p in folder.iterdir() if p.is_dir()] == [converted.folder]
-
-
-def test_a_full_disk_during_conversion_is_told_and_leaves_nothing(model, tmp_path):
-    def full(done, total):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(api.DiskFullError, match=r"disk full while writing \d+ bytes of converted weights"):
-        convert_into(model, tmp_path, full)
-    assert not [p for p in (tmp_path / "offload").iterdir() if p.is_dir()]
-
-
-def test_nan_weights_are_refused_by_name(tmp_path, cache, load):
-    folder = save(tmp_path / "m", "opt")
-    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        module.model.decoder.layers[1].fc1.weight[3, 3] = torch.nan
-    module.save_pretrained(folder)
-    with pytest.raises(api.HarnessError, match=r"NaN or infinity in model.decoder.layers.1.fc1.weight"):
-        load(prepare(folder), tmp_path / "cache")
-
-
-def test_a_tensor_that_is_not_there_is_named(tmp_path, load):
-    folder = save(tmp_path / "m", "llama")
-    drop_tensor(folder, "model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(api.HarnessError, match=r"no tensor for model.layers.2.mlp.up_proj.weight"):
-        load(prepare(folder), tmp_path / "cache")
-
-
-def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_path, load):
-    engine, _ = load(model, tmp_path, weights=(0.0, 0.0, 1.0), schedule="sweep")
-    requests = [api.GenerationRequest("a", (5, 6), api.SamplingParams(50, ignore_eos=True))]
-    for path in (tmp_path / "offload").glob("*/layer-00001.bin"):
-        os.truncate(path, 4096)
-    with pytest.raises(api.HarnessError, match=r"layer-00001.bin ends at byte 4096"):
-        list(engine.generate(requests))
-
-
-@pytest.mark.parametrize("kind", ["table", "safetensors"])
-def test_a_file_that_was_mapped_and_is_cut_while_a_model_is_loaded_does_not_end_the_process(
-    model, tmp_path, load, kind
-):
-    """By SIGBUS, that is. What the small tensors' file holds was copied."""
-    engine, _ = load(model, tmp_path)
-    requests = [api.GenerationRequest("a", (5, 6), api.SamplingParams(4, ignore_eos=True))]
-    whole = answers(engine, requests)
-    for path in (tmp_path / "offload").glob(f"*/*.{kind}"):
-        os.truncate(path, 100)
-    if kind == "table":
-        with pytest.raises(api.HarnessError, match=r"\.table has 100 of \d+ bytes"):
-            list(engine.generate(requests))
-    else:
-        assert answers(engine, requests) == whole
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "reason"),
-    [
-        ("bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "bloom"),
-        ("falcon", COMMON | {"num_hidden_layers": 2}, "falcon"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         "'dynamic' rotary scaling"),
-    ],
-)  # fmt: skip
-def test_unsupported_architectures_are_refused_before_loading(kind, config, reason, tmp_path, load):
-    model = tiny(tmp_path / kind, kind, **config)
-    with pytest.raises(api.UnsupportedError, match=reason):
-        load(model, tmp_path / "cache")
-    assert not (tmp_path / "cache" / "offload").exists()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new", "words"), [((), 4, "the prompt is empty"), ((5,) * 60, 60, "can never fit a cache")]
-)
-def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, prompt, new, words, load):
-    engine, _ = load(model, cache, schedule="sweep", max_sequence=32)
-    good = api.GenerationRequest("good", (5, 6), api.SamplingParams(2))
-    with pytest.raises(api.HarnessError, match=rf"request bad: .*{words}"):
-        engine.generate([good, api.GenerationRequest("bad", prompt, api.SamplingParams(new))])
-    assert engine.stats().passes == 0
-
-
-GOOD = [api.GenerationRequest(f"g{i}", (5 + i, 6, 7), api.SamplingParams(6, ignore_eos=True)) for i in range(5)]
-
-
-@pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
-def test_a_generation_that_is_given_up_leaves_the_engine_as_it_was(model, cache, schedule, load):
-    engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2, weights=(0.0, 0.0, 1.0))
-    expected = answers(engine, GOOD)
-    begun = engine.generate(GOOD)
-    next(begun)
-    with pytest.raises(api.HarnessError, match="one generation at a time"):
-        next(engine.generate(GOOD))
-    del begun
-    assert answers(engine, GOOD) == expected
-
-
-def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch, load):
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=2, weights=(0.0, 0.0, 1.0))
-    expected = answers(engine, GOOD)
-
-    def broken(*_):
-        raise MemoryError("in the middle of a pass")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("engines.offload.kv_cache.attention.PackedAttention.attend", broken)
-        with pytest.raises(MemoryError):
-            list(engine.generate(GOOD))
-    assert answers(engine, GOOD) == expected
-
-
-@pytest.mark.parametrize("schedule", ["row", "sweep"])
-def test_no_requests_give_no_results(model, cache, schedule, load):
-    engine, _ = load(model, cache, schedule=schedule)
-    assert list(engine.generate([])) == []
-    assert engine.score([]) == []
-
-
-def test_an_engine_that_is_closed_says_so(model, cache, load):
-    engine, _ = load(model, cache)
-    engine.close()
-    engine.close()
-    with pytest.raises(api.HarnessError, match="no model loaded"):
-        engine.generate(GOOD)
-    OffloadEngine().close()
-
-
 def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache, load):
     rng = random.Random(2)
     pairs = [(words(rng, n), words(rng, m)) for n, m in ((20, 10), (3, 30), (0, 5))]
@@ -470,26 +221,6 @@ def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache, load):
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_shards_a_bare_prefix_and_either_of_two_tied_tensors_are_found(model, reference, tmp_path, cache, load):
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "bare"
-    module = transformers.AutoModelForCausalLM.from_pretrained(model.path)
-    module.save_pretrained(folder, max_shard_size="100KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    sharded, _ = load(prepare(folder), cache, schedule="sweep")
-    prefix = f"{module.base_model_prefix}."
-    tensors = {name.removeprefix(prefix): tensor.clone() for name, tensor in module.state_dict().items()}
-    if module.config.tie_word_embeddings:
-        del tensors[next(n for n in tensors if n.endswith("embed_tokens.weight"))]
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors")
-    bare, _ = load(prepare(folder), cache, schedule="sweep")
-    for engine in (sharded, bare):
-        assert all_greedy(reference, GOOD, answers(engine, GOOD))
-
-
 def test_half_precision_checkpoints_run(tmp_path, cache):
     model, found = tiny(tmp_path / "m", "llama", torch.float16), []
     for dtype in ("float32", "float16"):
@@ -497,32 +228,6 @@ def test_half_precision_checkpoints_run(tmp_path, cache):
         found.append(tokens)
         assert report.compute_dtype == dtype
     assert all(found[0][i][0] == found[1][i][0] for i in found[0]), "the first tokens are far from ties"
-
-
-def test_embeddings_are_scaled_in_the_compute_dtype(tmp_path):
-    """Gemma multiplies its embedding by sqrt(hidden): in bfloat16 that would round every activation."""
-    torch.manual_seed(0)
-    changes = CONFIGS["llama"] | {"head_dim": 16}
-    module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma", **changes))
-    module.to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    model = prepare(tmp_path / "m")
-    found = meta_model(model)
-    converted = convert_into(model, tmp_path)
-    found.bind({name: converted.table(name) for name in found.tables}, converted.small(), HostDevice())
-    exact = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
-    ids = torch.arange(5, 50)[None]
-    looked_up = found.module.get_input_embeddings()(ids)
-    assert looked_up.dtype == torch.float32
-    assert torch.equal(looked_up, exact.get_input_embeddings()(ids))
-
-
-def test_a_table_that_was_cut_is_seen_at_load(model, tmp_path, load):
-    engine, _ = load(model, tmp_path)
-    engine.close()
-    table = next((tmp_path / "offload").glob("*/*.table"))
-    os.truncate(table, 100)
-    with pytest.raises(api.HarnessError, match=r"\.table has 100 of \d+ bytes"):
-        load(model, tmp_path)
 
 
 def test_stories260k_tells_the_story_that_transformers_tells(tmp_path, cache):

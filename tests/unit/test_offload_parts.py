@@ -13,7 +13,8 @@ from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, tiles_of
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain
-from engines.offload.pass_ops import ALL, attention_overlaps, pass_ops
+from engines.offload.pass_ops import ALL, AttentionOverlap, attention_overlaps, pass_ops
+from engines.offload.scheduled_chunk import ActiveSequence, ScheduledChunk, split
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend, padded_output
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
@@ -225,6 +226,45 @@ def test_batches_overlap_attention_with_the_products_of_others(layers, sizes, ba
             beside = [o for o in ops[i + 1 : resumed] if o.kind == "multiply"]
             assert all(o.batch != op.batch for o in beside), "what runs beside an attention is the others'"
     assert most_slots(ops, batches) <= slots
+
+
+#: Two layers: queries and keys, attention, its output and a feed-forward matrix; then the head. Two tiles each.
+LAYERS = ["layer0"] * 4 + ["layer1"] * 4 + ["outside"]
+TILES = [range(2 * i, 2 * i + 2) for i in range(9)]
+
+
+def test_what_is_multiplied_around_an_attention_begins_with_its_layer_and_ends_with_its_output():
+    first, second = AttentionOverlap(range(4), range(4, 6)), AttentionOverlap(range(8, 12), range(12, 14))
+    assert attention_overlaps(TILES, LAYERS, [2, 6], [False] * 18, 0) == [first, second]
+    streamed = [True] * 4 + [False] * 4 + [True] * 3 + [False] * 7  # four tiles of one layer, three of the other
+    for slots, expected in ((3, []), (4, [second]), (5, [first, second])):
+        assert attention_overlaps(TILES, LAYERS, [2, 6], streamed, slots) == expected, "one slot is left for the others"
+    assert attention_overlaps(TILES, LAYERS, [0, 9], [False] * 18, 9) == [], "nothing before, and nothing after"
+    assert attention_overlaps(TILES, LAYERS, [2, 3], [False] * 18, 9) == [first], "one matrix is after and before"
+    assert attention_overlaps(TILES, LAYERS, [2, 4], [False] * 18, 9)[1].before == range(6, 8)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 6))
+def test_nano_batches_have_about_as_many_rows_each(rows, count):
+    """Each part but for half of a chunk at either end; chunks keep their order and none is divided."""
+    batch = [ScheduledChunk(ActiveSequence([0] * n, 1), n) for n in rows]
+    parts = split(batch, count)
+    assert [chunk for part in parts for chunk in part] == batch
+    assert all(parts) and len(parts) <= min(count, len(batch))
+    fair = sum(rows) / min(count, len(batch))
+    for part in parts:
+        sizes = [chunk.count for chunk in part]
+        assert sum(sizes) <= fair + (sizes[0] + sizes[-1]) / 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "parts"),
+    [([1] * 6, 2, [3, 3]), ([1] * 6, 3, [2, 2, 2]), ([6, 1, 1, 1, 1, 1, 1], 2, [1, 6]), ([1, 1, 4], 2, [2, 1]),
+     ([5], 3, [1]), ([1, 1], 4, [1, 1]), ([1, 9], 2, [1, 1])],
+)  # fmt: skip
+def test_how_rows_divide_over_nano_batches(rows, count, parts):
+    batch = [ScheduledChunk(ActiveSequence([0] * n, 1), n) for n in rows]
+    assert list(map(len, split(batch, count))) == parts
 
 
 def test_the_time_of_overlapping_loads_counts_once():

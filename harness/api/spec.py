@@ -119,6 +119,9 @@ class OffloadPolicy:
                                "pipeline to 2 or more, or leave it out")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
+        self._validate_fractions()
+
+    def _validate_fractions(self) -> None:
         for name in ("weights", "cache", "activations"):
             triple = getattr(self, name)
             if triple is None:

@@ -96,7 +96,7 @@ def serve(address: str, cores: int | None) -> int:
 
 def _wait_for_nodes(cluster: Cluster, jobs: list[Any], note: Callable[[str], None]) -> None:
     """Until all jobs are nodes but those that have ended, whatever the queue takes."""
-    note(f"{len(jobs)} jobs submitted: {', '.join(str(job.job_id) for job in jobs)}")
+    note(f"jobs submitted: {', '.join(str(job.job_id) for job in jobs)}")
     while living := sum(not job.done() for job in jobs):
         if sum(node.resources.get("CPU", 0) > 0 for node in cluster.nodes()) >= living:
             return

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.api import GenerationResult, SamplingParams
-from harness.batch.format import BatchLine, Echo, LineError, answer, parse_line, refusal
+from harness.batch.format import BatchLine, Echo, LineError, answer, parse_body, parse_line, refusal
 
 SEEDS, NUMBERS = st.integers(0, 2**31 - 1), st.integers(1, 2**31)
 
@@ -129,3 +129,9 @@ def test_an_answer_counts_the_prompt_once_and_the_tokens_of_all_samples() -> Non
     ]  # fmt: skip
     echoed = answer(line, "m", results, ["ab", "c"], str, Echo("p", (5,)))
     assert [c["text"] for c in echoed["response"]["body"]["choices"]] == ["pab", "pc"]
+    assert answer(line, "m", results[:1], ["ab"], str)["response"]["body"]["usage"]["total_tokens"] == 5
+
+
+def test_a_body_by_itself_is_unicode_too() -> None:
+    with pytest.raises(LineError, match="is not Unicode text"):
+        parse_body({"prompt": "a\ud800"}, False, 1, 16, 0)

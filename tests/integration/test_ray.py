@@ -115,6 +115,7 @@ def test_workers_and_a_node_are_killed_and_every_line_is_answered_once(files, be
     assert rows(files.output) == alone(files), "seeds do not depend on who answers"
 
 
+@pytest.mark.release  # minutes, of which the others show the most
 def test_the_command_is_killed_and_goes_on_with_and_without_ray(files, begun):
     files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(60)))
     end(begun(files, *files.on_ray, *slow(0.2)))
@@ -186,6 +187,7 @@ def test_a_suite_is_measured_on_nodes_each_workload_on_one(cli, cluster):
     assert "no node of the cluster meets tiny" in cli.run(wanting, *on_ray, code=3).stderr
 
 
+@pytest.mark.release  # minutes, of which the others show the most
 def test_jobs_of_slurm_are_a_cluster(cli, ray_folder):
     """On submitit's executor for this host, whose own processes end in a traceback when they are cancelled."""
     files, before = Files(cli), set(psutil.pids())

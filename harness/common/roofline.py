@@ -2,9 +2,10 @@
 
 A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows: in step, one prefill pass of B*s rows and n - 1
 decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n. A pass computes at
-the GEMM rate measured for its rows, so memory bandwidth limits small passes. The bound takes the faster of the two ways
-for every engine. In each pass the disk reads the part of the weights (without idle experts and without tables that are
-only looked up) and of the KV cache at its mean length that exceeds the memory budget.
+the GEMM rate measured for its rows, so memory bandwidth limits small passes; quantized weights are read faster by as
+much as they are smaller, up to the best rate of any rows. The bound takes the faster of the two ways for every engine.
+In each pass the disk reads the part of the weights (without idle experts and without tables that are only looked up)
+and of the KV cache at its mean length that exceeds the memory budget.
 
 A cell has two bounds: that of the batch it loaded, and that of its job, under the best batch of any size. Both assume
 perfect overlap, a budget filled with weights and cache, and the best sample of each rate, since noise only slows a
@@ -46,15 +47,17 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     cached = batch * mean_cached_tokens(prompt, generated) * (generated - 1) / generated
     plain = DTYPE_BYTES[model.dtype]
     in_layers = shape.params_per_layer * shape.num_layers
-    weights = in_layers * policy.value_bytes(policy.weight_bits, plain) + shape.head_params * plain
+    value = policy.value_bytes(policy.weight_bits, plain)
+    weights = in_layers * value + shape.head_params * plain
     needed = weights + cached * shape.kv_bytes_per_token(1) * policy.value_bytes(policy.kv_bits, plain)
     on_device = limits.device_memory or 0
     on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory - on_device)
     if not curve or (on_disk and not machine.disk_read) or bool(on_device) != bool(machine.h2d):
         return None
     prefill, decode = shape.block_flops(batch, prompt, generated)
-    in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)
-    mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated)
+    smaller = (plain if compute_dtype in DTYPE_BYTES else 1) / value  # than the probe's weights; int8's are a byte
+    in_step = prefill / rate_at(curve, batch * prompt, smaller) + decode / rate_at(curve, batch, smaller)
+    mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated, smaller)
     compute_s = min(in_step, mixed)
     disk_s = generated * on_disk / min(max(machine.disk_read), limits.disk_bandwidth or math.inf) if on_disk else 0.0
     link_s = generated * max(0, weights - on_device) / max(machine.h2d) if on_device else 0.0
@@ -130,8 +133,13 @@ def merged(before: MachineRates, after: MachineRates) -> MachineRates:
     )
 
 
-def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
-    """FLOP/s at `rows` from the best samples, log-log linear between measured rows and constant above them."""
+def rate_at(curve: Mapping[str, Sequence[float]], rows: float, smaller: float = 1.0) -> float:
+    """FLOP/s at `rows` from the best samples, log-log linear between measured rows and constant above them.
+
+    With weights so many times `smaller` than those that were measured it is at most as many times higher, and at most
+    the highest.
+    """
     best = {measured: max(samples) for measured, samples in curve.items() if samples}
     # below the fewest measured rows, reading the weights is the limit: the rate falls in proportion to the rows
-    return interpolate(best, rows) * min(1.0, rows / min(map(float, best)))
+    rate = interpolate(best, rows) * min(1.0, rows / min(map(float, best)))
+    return max(rate, min(rate * smaller, max(best.values())))

@@ -155,6 +155,10 @@ def test_rates_between_measured_rows():
     assert rate_at(curve, 8) == pytest.approx(20)  # log-log linear
     assert rate_at(curve, 100) == 40
     assert rate_at(curve, 2) == 5  # bound by reading the weights
+    assert rate_at(curve, 2, 4.0) == 20  # of which there are fewer
+    assert rate_at(curve, 8, 4.0) == 40  # and no faster than the fastest
+    assert rate_at(curve, 100, 4.0) == 40
+    assert rate_at(curve, 2, 0.5) == 5
     assert rate_at({"16": (7.0, 40.0), "4": (10.0,), "8": ()}, 2) == 5  # of the fewest rows that have a sample
 
 

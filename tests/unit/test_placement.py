@@ -118,7 +118,7 @@ def test_no_placement_takes_less_time_than_the_programmes(seed: int, given_cache
     best = found.weights, found.cache, found.activations
     assert all(sum(part or ()) == pytest.approx(1) for part in best)
     assert given_cache is None or found.cache == given_cache
-    assert all(need.needed(*best) <= available * (1 + 1e-6) for need, available in rows)  # type: ignore[arg-type]
+    assert all(need.needed(*best) <= available * (1 + 1e-6) for need, available in rows)
     least = length_of(intervals, np.ravel(best))
     margin = 1 + 9e-5  # what the tiers' order may cost
     assert all(least <= margin * seconds + 1e-6 for seconds in programme.seconds(flat))

@@ -1,7 +1,6 @@
 """The YAML of suites: what is refused with its position, bombs, and junk of any kind."""
 
 import os
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,19 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.api import HarnessError, SuiteSpec
+from harness.api import HarnessError
 from harness.suite.config import CELL_KEYS, SUITE_KEYS, load_suite
-from tests.suite_text import CELL, HEAD, loaded, refusal_of, within
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> partial[SuiteSpec]:
-    return partial(loaded, tmp_path)
-
-
-@pytest.fixture
-def error(tmp_path: Path) -> partial[str]:
-    return partial(refusal_of, tmp_path)
+from tests.unit.suite_files.texts import CELL, HEAD, within
 
 
 class TestYaml:

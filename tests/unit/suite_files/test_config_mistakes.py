@@ -1,24 +1,12 @@
 """Wrong suites and overrides: each mistake with its position, what is wrong and what to do."""
 
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
 
-from harness.api import HardwareLimits, HarnessError, HarnessErrors, OffloadPolicy, SuiteSpec
+from harness.api import HardwareLimits, HarnessError, HarnessErrors, OffloadPolicy
 from harness.suite.config import load_suite
-from tests.suite_text import CELL, HEAD, loaded, refusal_of
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> partial[SuiteSpec]:
-    return partial(loaded, tmp_path)
-
-
-@pytest.fixture
-def error(tmp_path: Path) -> partial[str]:
-    return partial(refusal_of, tmp_path)
+from tests.unit.suite_files.texts import CELL, HEAD
 
 
 class TestMistakes:

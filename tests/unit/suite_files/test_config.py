@@ -4,26 +4,15 @@ import itertools
 import json
 import string
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.api import HardwareLimits, OffloadPolicy, SuiteSpec
+from harness.api import HardwareLimits, OffloadPolicy
 from harness.suite.config import load_suite
-from tests.suite_text import CELL, HEAD, loaded, names, refusal_of, within
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> partial[SuiteSpec]:
-    return partial(loaded, tmp_path)
-
-
-@pytest.fixture
-def error(tmp_path: Path) -> partial[str]:
-    return partial(refusal_of, tmp_path)
+from tests.unit.suite_files.texts import CELL, HEAD, names, within
 
 
 class TestWhole:
@@ -70,7 +59,7 @@ class TestWhole:
         assert cell.limits == HardwareLimits()
 
     @pytest.mark.parametrize(
-        "path", sorted((Path(__file__).parents[2] / "suites").glob("*.yaml")), ids=lambda p: p.stem
+        "path", sorted((Path(__file__).parents[3] / "suites").glob("*.yaml")), ids=lambda p: p.stem
     )
     def test_shipped_suites_load_fast(self, path):
         load_suite(path)

@@ -4,13 +4,12 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from harness.api import ModelShape, OffloadPolicy
 from harness.common.files import replace_with
 from harness.common.host_cpu import cpu_flags, cpuinfo, instruction_sets
 from harness.common.host_memory import total_memory
-from harness.common.regular_file import read_json
+from harness.common.regular_file import read_kept
 from harness.common.system import usable_cpus
 
 
@@ -22,19 +21,14 @@ class KeptNanoBatches:
 
     def get(self, shape: ModelShape, policy: OffloadPolicy) -> int:
         """The nano-batches that were kept for a model of this shape with the policy's bits; 1 where none were."""
-        count = self._read().get(_key(shape, policy))
+        count = read_kept(self.path).get(_key(shape, policy))
         return count if type(count) is int and count >= 1 else 1
 
     def keep(self, shape: ModelShape, policy: OffloadPolicy, count: int) -> None:
         """Replaces what was kept. Raises OSError."""
-        replace_with(self.path, json.dumps(self._read() | {_key(shape, policy): count}, indent=1, sort_keys=True))
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = read_json(self.path)
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        replace_with(
+            self.path, json.dumps(read_kept(self.path) | {_key(shape, policy): count}, indent=1, sort_keys=True)
+        )
 
 
 def _key(shape: ModelShape, policy: OffloadPolicy) -> str:

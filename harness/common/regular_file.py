@@ -67,6 +67,15 @@ def read_json(path: Path, most: int = MAX_BYTES) -> Any:
     return parse_json(read_regular(path, most))
 
 
+def read_kept(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of the cache; empty where there is none, or the file is damaged."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parse_json(text: bytes | str) -> Any:
     """The value that `text` holds. Raises ValueError for all that is not JSON in UTF-8, deep nesting included."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 from harness.common.files import replace_with
 from harness.common.locks import waiting
-from harness.common.regular_file import read_json
+from harness.common.regular_file import read_kept
 
 CEILING = 4096
 #: Below this fraction of a smaller batch's throughput, a larger batch is past the optimum.
@@ -150,7 +150,7 @@ class Remembered:
     def get(self, key: str) -> tuple[Trial, ...] | None:
         """The trials of an earlier search, or None."""
         with contextlib.suppress(HarnessError):
-            return from_json(tuple[Trial, ...], self._read().get(key)) or None
+            return from_json(tuple[Trial, ...], read_kept(self.path).get(key)) or None
         return None
 
     def put(self, key: str, trials: Sequence[Trial]) -> None:
@@ -158,14 +158,9 @@ class Remembered:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with waiting(self.path.with_suffix(".lock"), "another search's result to be stored"):
-                replace_with(self.path, json.dumps(self._read() | {key: [to_json(t) for t in trials]}, indent=1))
-
-    def _read(self) -> dict[str, object]:
-        with contextlib.suppress(OSError, ValueError):
-            content = read_json(self.path)
-            if isinstance(content, dict):
-                return content
-        return {}
+                replace_with(
+                    self.path, json.dumps(read_kept(self.path) | {key: [to_json(t) for t in trials]}, indent=1)
+                )
 
 
 def settled(spec: RunSpec, batch: int, settings: Mapping[str, Any]) -> RunSpec:

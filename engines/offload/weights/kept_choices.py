@@ -9,7 +9,7 @@ import torch
 
 from engines.offload.kernels.build import kernels_here
 from harness.common.files import replace_with
-from harness.common.regular_file import read_json
+from harness.common.regular_file import read_kept
 
 
 class KeptChoices:
@@ -34,11 +34,7 @@ class KeptChoices:
             self._path.unlink()
 
     def _read(self) -> dict[str, str]:
-        try:
-            found = read_json(self._path)
-        except (OSError, ValueError):
-            return {}
-        return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+        return {k: v for k, v in read_kept(self._path).items() if isinstance(v, str)}
 
 
 def _key(among: tuple[Hashable, ...]) -> str:

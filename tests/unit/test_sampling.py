@@ -28,3 +28,12 @@ def test_a_row_alone_gets_the_token_that_it_gets_in_a_batch(values, dtype, ignor
     if ignore_eos or generated < min_tokens:
         possible = [i for i in range(len(values)) if i not in EOS and (allowed is None or allowed[i])]
         assert token not in EOS or not possible
+
+
+def test_a_batch_s_steps_are_counted_until_its_rows_may_end():
+    params = [SamplingParams(8, min_tokens=2), SamplingParams(8)]
+    sampler = RowSampler(params, EOS)
+    scores = torch.zeros(2, 8)
+    scores[:, EOS[0]] = 1
+    chosen = [sampler(torch.zeros(2, 1), scores.clone()).argmax(dim=1).tolist() for _ in range(3)]
+    assert chosen == [[0, 2], [0, 2], [2, 2]]

@@ -112,8 +112,9 @@ def _require_tunable(cell: RunSpec) -> None:
                            "leave it out")  # fmt: skip
     if cell.policy.nano_batches != 1 or not cell.policy.nano_overlap:
         raise HarnessError("policy.nano_batches and nano_overlap: harness tune finds them; leave them out")
-    if cell.policy.pipeline != 1:
-        raise HarnessError("policy.pipeline: harness tune measures one process; leave it out")
+    if cell.policy.ranks != 1:
+        name = "pipeline" if cell.policy.pipeline != 1 else "tensor"
+        raise HarnessError(f"policy.{name}: harness tune measures one process; leave it out")
 
 
 class _Trial:

@@ -84,18 +84,18 @@ class OffloadEngine(api.OnlineEngine):
                     f"options.{option}: schedule {policy.schedule} starts prompts in blocks; use sweep"
                 )
         if self._kv_store is not None:
-            if policy.pipeline > 1:
-                raise api.UnsupportedError("options.kv_store: ranks of a pipeline keep nothing: leave one out")
+            if policy.ranks > 1:
+                raise api.UnsupportedError("options.kv_store: several ranks keep nothing: leave one out")
             limits = limits_beside_store(limits, self._kv_store)
         request = LoadRequest.of(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
                 torch.set_num_threads(min(threads))
-            if policy.pipeline > 1:
-                from engines.offload.pipeline.leader import pipeline_runner
+            if policy.ranks > 1:
+                from engines.offload.pipeline.leader import runner_of_ranks
 
-                runner: ModelRunner = pipeline_runner(request, resources, self._attention_units)
+                runner: ModelRunner = runner_of_ranks(request, resources, self._attention_units)
             else:
                 kernels = HostKernels(job.cache, torch.get_num_threads())
                 resources.callback(kernels.close)

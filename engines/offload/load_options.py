@@ -55,7 +55,7 @@ def options(request: LoadRequest, backend: Backend) -> list[Option]:
         attention_bytes = backend.kernels.attention_memory(
             cached, shape, job.max_sequence, compute_bytes, policy.value_sparsity < 1
         )
-        kept_usage = KeptUsage(job.cache, request.model, meta_model.matrices)
+        kept_usage = KeptUsage(job.cache, request.model, meta_model.experts)
         needs = MemoryRequest(
             shape=shape,
             tiles=tiles,
@@ -114,8 +114,8 @@ def with_tiles(
 
 def _meta_model(request: LoadRequest, dtype: Dtype) -> MetaModel:
     path, shape, compute = Path(request.model.path), request.model.shape, getattr(torch, dtype)
-    whole = MetaModel(path, shape, compute)
-    return whole if request.stage is None else MetaModel(path, shape, compute, (request.stage, whole.flow))
+    whole, stage = MetaModel(path, shape, compute, tensor=request.part), request.stage
+    return whole if stage is None or stage.is_whole else MetaModel(path, shape, compute, (stage, whole.flow))
 
 
 def _holds_all(option: Option, request: LoadRequest) -> bool:

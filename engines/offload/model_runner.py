@@ -180,17 +180,15 @@ class ModelRunner:
     def _pack(self, batch: Sequence[ScheduledChunk[S]], number: int, entering: torch.Tensor | None) -> PackedBatch:
         ids: list[int] = []
         positions: list[int] = []
-        logits_indices: list[int] = []
         for chunk in batch:
             sequence, start = chunk.sequence, chunk.cached
-            logits_indices += [len(ids) + at - start for at in sequence.logits_positions(chunk.count)]
             ids += sequence.tokens[start : start + chunk.count]
             positions += range(start, start + chunk.count)
         upload = self.loaded.device.upload
         return PackedBatch(
             torch.tensor(ids),
             upload(torch.tensor(positions)),
-            upload(torch.tensor(logits_indices, dtype=torch.long)),
+            upload(torch.tensor(logits_indices(batch), dtype=torch.long)),
             PackedAttention(self._attention, batch, number),
             entering,
         )
@@ -203,3 +201,12 @@ class ModelRunner:
         loaded.cache.reset_prefix_cache()
         if loaded.activation_offload is not None:
             loaded.activation_offload.reset()
+
+
+def logits_indices(batch: Sequence[ScheduledChunk[S]]) -> list[int]:
+    """The indices of a packed batch's tokens whose logits are computed."""
+    indices, first = list[int](), 0
+    for chunk in batch:
+        indices += [first + at - chunk.cached for at in chunk.sequence.logits_positions(chunk.count)]
+        first += chunk.count
+    return indices

@@ -1,5 +1,5 @@
-"""A rank of a pipeline: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0,
-with the other ranks behind its engine, such as `generate --set policy.pipeline=4 ...`.
+"""A rank of a model: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0,
+with the other ranks behind its engine, such as `generate --set policy.pipeline=4 ...` or `policy.tensor=4`.
 
 Rank 0 starts the others itself where torchrun does not.
 """
@@ -54,7 +54,7 @@ def main() -> int:
             wire = wire_of(request.policy, loaded.meta_model.dtype)
 
             def run(order: Sequence[int]) -> None:
-                Follower(loaded, Links(rank, order, wire), stage.is_first, stage.first).run()
+                Follower(loaded, Links(rank, order, wire), stage).run()
 
             return Loaded.of(loaded), run
 

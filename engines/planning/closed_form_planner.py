@@ -245,7 +245,7 @@ def require_modelled(policy: OffloadPolicy) -> None:
     """Raises HarnessError for sparse attention, whose gain depends on the host, for int8 arithmetic, whose rates no
     profile has, and for ranks of one host."""
     unknown = {"value_sparsity": policy.value_sparsity < 1, "compute_dtype": policy.compute_dtype == "int8",
-               "pipeline": policy.pipeline > 1}  # fmt: skip
+               "pipeline": policy.pipeline > 1, "tensor": policy.tensor > 1}  # fmt: skip
     for name in (name for name, is_unknown in unknown.items() if is_unknown):
         raise HarnessError(f"policy.{name} {getattr(policy, name)}: there is no performance model of it; "
                            "measure it with `harness run`")  # fmt: skip

@@ -28,7 +28,7 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     assert load is not None
     if spec.workload.kind == "task":
         raise HarnessError("there is no model of tasks, whose examples share prefixes")
-    if spec.policy.pipeline > 1:
+    if spec.policy.ranks > 1:
         raise HarnessError("the model of several ranks is of devices only")
     if spec.limits.device_memory is not None:
         raise HarnessError("the model of launches on a device has not been compared with any launch")

@@ -11,6 +11,7 @@ from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import largest
 from engines.offload.memory.storage import Plain, Storage, storages
+from engines.offload.memory.tensor_part import TensorPart
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
@@ -37,7 +38,8 @@ class _Planner:
 
     def __init__(self, spec: RunSpec, model: LocalModel) -> None:
         policy, limits = spec.policy, spec.limits
-        self._shape = model.shape
+        part = TensorPart.under(policy, 0)
+        self._shape = model.shape if part is None else part.shape(model.shape)
         self._policy = policy
         self._device = limits.device_memory
         self._host = limits.host_memory

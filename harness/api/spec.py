@@ -43,7 +43,8 @@ class OffloadPolicy:
     arithmetic alternate. A sweep splits its batch into `nano_batches` (`auto`: as many as `harness tune` kept for the
     model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
     `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
-    between them in the dtype that is computed in, or in `wire_bits`.
+    between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks that hold a part of every matrix
+    each instead, and add up their products.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -70,6 +71,12 @@ class OffloadPolicy:
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     pipeline: int = 1
     wire_bits: Literal[8] | None = None
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold the model together, each with limits of its own."""
+        return self.pipeline * self.tensor
 
     @property
     def block_size(self) -> int:
@@ -97,7 +104,7 @@ class OffloadPolicy:
 
     def validate(self) -> None:
         """Raises HarnessError naming the first field that is out of range."""
-        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "pipeline"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "pipeline", "tensor"):
             if getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
         if self.nano_count < 1:
@@ -226,6 +233,7 @@ class RunSpec:
             "weight_format": "auto",
             "pipeline": 1,
             "wire_bits": None,
+            "tensor": 1,
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,

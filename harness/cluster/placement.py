@@ -26,7 +26,7 @@ def worker_needs(cell: RunSpec, nodes: Sequence[Node], workers: int) -> dict[str
 
     Raises HarnessError where the cluster has no room for so many.
     """
-    ranks = cell.policy.pipeline  # all of them on the worker's node
+    ranks = cell.policy.ranks  # all of them on the worker's node
     fixed = {"memory": float(ranks * (cell.limits.host_memory or 0)), "GPU": float(cell.limits.gpu)}
     most = max((int(node.resources.get("CPU", 0)) for node in nodes), default=0)
     asked = cell.limits.threads and ranks * cell.limits.threads

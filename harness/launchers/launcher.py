@@ -106,12 +106,12 @@ class CellLauncher:
     ) -> api.LaunchResult:
         """The launch itself, within the cell's limits."""
         spec, budget = request.spec, request.spec.limits.host_memory
-        limit = None if budget is None else spec.policy.pipeline * (idle + budget)  # of all ranks together
+        limit = None if budget is None else spec.policy.ranks * (idle + budget)  # of all ranks together
         work = api.RunCell(spec, request.model, self._cache, time.monotonic(), questions)
         started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))
         wall_s = round(time.monotonic() - start, 3)
-        refusal = judge(outcome, spec.timeout_s, limit, spec.policy.pipeline)
+        refusal = judge(outcome, spec.timeout_s, limit, spec.policy.ranks)
         measured = api.CellResult()
         if outcome.result and outcome.result.value is not None:
             measured = api.from_json(api.CellResult, outcome.result.value)
@@ -202,7 +202,7 @@ class CellLauncher:
     def _engine_request(
         work: api.RunCell | api.MeasureIdle, exchange: api.Exchange, timeout_s: float, limit: int | None
     ) -> api.WorkerRequest:
-        limits, ranks = work.spec.limits, work.spec.policy.pipeline
+        limits, ranks = work.spec.limits, work.spec.policy.ranks
         env = engine_env(work.spec)
         return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, env, ranks)
 

@@ -99,7 +99,7 @@ def _idle(folder: Path, work: api.MeasureIdle) -> int:
         scratch = folder / "scratch"
         scratch.mkdir()
         policy = replace(
-            spec.policy, gpu_batch_size=1, num_gpu_batches=1, pipeline=1
+            spec.policy, gpu_batch_size=1, num_gpu_batches=1, pipeline=1, tensor=1
         )  # the footprint must not depend on it
         job = api.Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
         limits = api.HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)

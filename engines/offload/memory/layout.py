@@ -32,6 +32,7 @@ class Matrix:
     group: the decoder layer it belongs to, whose tiles share a file; or OUTSIDE.
     transposed: the checkpoint holds W^T, as GPT-2's do.
     expert: its index, if the parameter is a stack of experts' matrices.
+    whole: (rows, columns) of the checkpoint's matrix, if W is a part of it that begins at `start`.
     """
 
     parameter: str
@@ -40,6 +41,8 @@ class Matrix:
     group: str
     transposed: bool = False
     expert: int | None = None
+    whole: tuple[int, int] | None = None
+    start: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engines.common.requests import special_tokens
 from engines.offload.kernels import AttentionSpec
+from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.model.hooks import DRY_RUN
 from engines.offload.model.stage import Stage
 from engines.offload.weights.gemm import padded_output
@@ -99,9 +100,11 @@ class DryPass:
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
-    def problem(self, shape: ModelShape, logits: torch.Tensor, stage: Stage | None = None) -> str:
-        """Why the engine cannot serve a model, or a stage of it, that did this and returned `logits` for one row, or
-        hidden states for two; empty if it can."""
+    def problem(
+        self, shape: ModelShape, logits: torch.Tensor, stage: Stage | None = None, part: TensorPart | None = None
+    ) -> str:
+        """Why the engine cannot serve a model, or a stage of it, or a part of its matrices, that did this and returned
+        `logits` for one row, or hidden states for two; empty if it can."""
         if unused := set(self._outputs).difference(*self.joins):
             return f"{min(unused)} is not used in every pass"
         if sum(map(len, self.joins)) != len(self._outputs):
@@ -109,8 +112,9 @@ class DryPass:
         layers = range(shape.num_layers) if stage is None else range(stage.first, stage.last)
         if sorted(self._layers) != list(layers):
             return f"{len(self._layers)} attention calls reached the hook, {len(layers)} layers should make one each"
-        kv = (shape.num_kv_heads, shape.head_dim)
-        expected = (shape.num_heads, shape.head_dim, *kv, *kv)
+        own = shape if part is None else part.shape(shape)
+        kv = (own.num_kv_heads, own.head_dim)
+        expected = (own.num_heads, own.head_dim, *kv, *kv)
         if self._shapes != {expected}:
             return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
         expected_logits = (1, shape.vocab) if stage is None or stage.is_last else (2, shape.hidden)
@@ -132,10 +136,18 @@ class DryPass:
     def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
         return range(len(rows))
 
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
+        return part.new_zeros(len(part), outputs)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         self._last = None
+        if spec.sinks is not None and len(spec.sinks) != len(query):
+            raise UnsupportedError(f"attention has {len(query)} heads and {len(spec.sinks)} sinks")
         self._layers.append(layer)
         self.has_windows |= spec.window is not None
         self.attends.append(len(self.joins))

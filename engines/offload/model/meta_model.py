@@ -17,12 +17,14 @@ from transformers.pytorch_utils import Conv1D
 
 from engines.offload.device.protocol import Device
 from engines.offload.memory.layout import Matrix
+from engines.offload.memory.tensor_part import Role, TensorPart
 from engines.offload.model.build import DryPass, build_on_meta, load_config, require_small, stop_and_begin_tokens
 from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD
-from engines.offload.model.layer_products import LayerProducts, PackedBatch, Weights, current_batch
+from engines.offload.model.layer_products import Collectives, LayerProducts, PackedBatch, Weights, current_batch
 from engines.offload.model.row_by_row import RowByRow
 from engines.offload.model.stage import LayerFlow, Stage, StageEnd, cut
+from engines.offload.model.tensor_roles import TensorRoles, divide_heads
 from harness.api import ModelShape, UnsupportedError, first_line
 
 
@@ -31,25 +33,32 @@ class MetaModel:
 
     `matrices` are in order of use. `joins` are their names, those together that multiply the same input one after the
     other; `attends` says how many of these come before each attention. `tables` are embeddings [entries, width],
-    `small` all other parameters. `eos` are the tokens that end a sequence, `bos` begins one; `module`
-    is transformers' own. `flow` tells how layers hand on what they computed; `part`, a stage and the flow of the whole
-    model, leaves only what the stage needs. Raises UnsupportedError, with the reason, for a model that the hooks cannot
-    run or that is not of `shape`.
+    `small` all other parameters, `experts` the matrices of all experts, also those of other ranks. `eos` are the tokens
+    that end a sequence, `bos` begins one; `module` is transformers' own. `flow` tells how layers hand on what they
+    computed; `part`, a stage and the flow of the whole model, leaves only what the stage needs, and `tensor` a part of
+    every matrix. Raises UnsupportedError, with the reason, for a model that the hooks cannot run, that is not of
+    `shape`, or that has no such part.
     """
 
     def __init__(
-        self, path: Path, shape: ModelShape, dtype: torch.dtype, part: tuple[Stage, LayerFlow] | None = None
-    ) -> None:
+        self, path: Path, shape: ModelShape, dtype: torch.dtype, part: tuple[Stage, LayerFlow] | None = None,
+        tensor: TensorPart | None = None,
+    ) -> None:  # fmt: skip
         config = load_config(path)
         self.module = build_on_meta(config, dtype)
         self._kind = config.model_type
+        self._what = self._kind if tensor is None else f"policy.tensor: a part of {self._kind}"
         self.dtype = dtype
         self.prefix = self.module.base_model_prefix
         self.aliases: Mapping[str, str] = self.module.all_tied_weights_keys
         self.transforms = get_model_conversion_mapping(self.module)
         self.eos, self.bos = stop_and_begin_tokens(path, config, shape.vocab)
-        self._layers = LayerProducts()
+        self._layers = LayerProducts(tensor)
         self._shape = shape
+        self._tensor = tensor
+        roles = None if tensor is None else TensorRoles(self.module, self._kind)
+        if tensor is not None:
+            divide_heads(self.module, shape, tensor)
         self._stage = None if part is None else part[0]
         self.flow = LayerFlow() if part is None else part[1]
         if self._stage is not None:
@@ -58,6 +67,7 @@ class MetaModel:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._unused: dict[str, tuple[nn.Module, tuple[int, ...]]] = {}
         matrices: dict[str, Matrix] = {}
+        self.experts: list[Matrix] = []
         self.tables: dict[str, tuple[int, int]] = {}
         self.small: dict[str, tuple[int, ...]] = {}
         for path_, module in self.module.named_modules():
@@ -65,13 +75,17 @@ class MetaModel:
                 name = f"{path_}.{leaf}" if path_ else leaf
                 self._owners[name] = (module, leaf)
                 if hasattr(module, "is_transposed") and parameter.dim() == 3:
-                    matrices |= {
-                        m.name: m for m in self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
-                    }
+                    each = self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
+                    own = self._layers.own_experts(len(each))
+                    if tensor is not None and len(each) % tensor.ranks:
+                        raise UnsupportedError(f"policy.tensor: {len(each)} experts are no {tensor.ranks} equal parts")
+                    self.experts += each
+                    matrices |= {m.name: m for m in each[own.start : own.stop]}
                 elif not self._needs(name):
                     self._unused[name] = (module, tuple(parameter.shape))
                 elif leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
-                    matrices[name] = self._layers.replace_linear(module, name, tuple(parameter.shape))
+                    role: Role = "whole" if roles is None else roles.of(path_)
+                    matrices[name] = self._layers.replace_linear(module, name, tuple(parameter.shape), role)
                 elif isinstance(module, nn.Embedding):
                     self.tables[name] = (parameter.shape[0], parameter.shape[1])
                 else:
@@ -125,7 +139,7 @@ class MetaModel:
             else:
                 self._put(name, tensor.to(self.dtype).to(device.where))
         for name, tensor in small.items():
-            placed = tensor.to(device.where)
+            placed = self._layers.own(name, tensor).to(device.where)
             if reproducible and tensor.dim() == 2:
                 placed = placed.to(self.dtype).as_subclass(RowByRow)
             self._put(name, placed)
@@ -141,6 +155,10 @@ class MetaModel:
     def use(self, weights: Weights | None) -> None:
         """Linear layers and mixtures get their products from `weights` from now on."""
         self._layers.weights = weights
+
+    def put_together_by(self, collectives: Collectives) -> None:
+        """Products with parts of matrices are put together by `collectives` from now on."""
+        self._layers.collectives = collectives
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [rows of logits_indices, vocabulary] of one pass, in the compute dtype; of a stage but the last, its
@@ -196,20 +214,21 @@ class MetaModel:
             if not isinstance(module, nn.Embedding):
                 module.forward = _zeros(whole[1] if isinstance(module, Conv1D) else whole[0])
         self.use(dry)
+        self.put_together_by(dry)
         two = torch.arange(2)
         entering = torch.zeros(2, self._shape.hidden, dtype=self.dtype)
         end = self._watched()
         try:
             logits = self(PackedBatch(two, two, two[1:], dry, entering))
         except UnsupportedError as exc:
-            raise UnsupportedError(f"{self._kind}: {exc}") from exc
+            raise UnsupportedError(f"{self._what}: {exc}") from exc
         except Exception as exc:  # whatever a model does that the hooks do not cover
             words = f"{type(exc).__name__}: {first_line(exc)}"
-            raise UnsupportedError(f"{self._kind}: a packed pass fails ({words})") from exc
+            raise UnsupportedError(f"{self._what}: a packed pass fails ({words})") from exc
         finally:
             end()
-        if problem := dry.problem(self._shape, logits, self._stage):
-            raise UnsupportedError(f"{self._kind}: {problem}")
+        if problem := dry.problem(self._shape, logits, self._stage, self._tensor):
+            raise UnsupportedError(f"{self._what}: {problem}")
         return dry
 
     def _watched(self) -> Callable[[], None]:

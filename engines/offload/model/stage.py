@@ -32,6 +32,10 @@ class Stage:
     def is_last(self) -> bool:
         return self.last == self.layers
 
+    @property
+    def is_whole(self) -> bool:
+        return self.is_first and self.is_last
+
 
 class StageEnd(Exception):
     """No error, but how a pass leaves a model in the middle: what the last layer of a stage returned, [1, tokens,

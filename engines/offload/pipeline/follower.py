@@ -1,4 +1,4 @@
-"""A rank that runs its layers whenever the leader announces a pass."""
+"""A rank that runs its layers, or its part of all, whenever the leader announces a pass."""
 
 import queue
 import threading
@@ -13,6 +13,7 @@ from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.layer_products import PackedBatch
+from engines.offload.model.stage import Stage
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane
 from engines.offload.pipeline.links import Links, What
 from engines.offload.pipeline.messages import PassMessage
@@ -34,16 +35,18 @@ class _Next:
 
 
 class Follower:
-    """Runs passes of a `loaded` stage."""
+    """Runs passes of a `loaded` stage. Of a stage with all layers, which is a part of every matrix, nothing is handed
+    on: the leader has its part of the logits by then."""
 
-    def __init__(self, loaded: LoadedModel, links: Links, is_first: bool, first_layer: int) -> None:
-        self._loaded, self._links, self._is_first = loaded, links, is_first
+    def __init__(self, loaded: LoadedModel, links: Links, stage: Stage) -> None:
+        self._loaded, self._links, self._stage = loaded, links, stage
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
             cache=loaded.cache, kernel=loaded.attention, timeline=loaded.timeline, device=loaded.device,
             run=self._executor.attend, value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard,
-            first_layer=first_layer,
+            first_layer=stage.first,
         )  # fmt: skip
+        loaded.meta_model.put_together_by(links)
         self._inbox: queue.Queue[_Next] = queue.Queue(_AHEAD)
         self._lane = Lane()
         self._moved = (0, 0)  # bytes sent and bytes of weights read, when the run began
@@ -71,7 +74,8 @@ class Follower:
                     received = time.perf_counter()
                     out = self._pass(item.message, item.hidden)
                     computed = time.perf_counter()
-                    self._links.send_hidden(out)
+                    if not self._stage.is_last:
+                        self._links.send_hidden(out)
                     self._lane.add(WAIT, began, received)
                     self._lane.add(COMPUTE, received, computed)
                     self._lane.add(SEND, computed, time.perf_counter())
@@ -87,7 +91,7 @@ class Follower:
                 window: tuple[float, ...] = ()
                 if what == What.PASS:
                     message = PassMessage.decoded(numbers)
-                    if not self._is_first:
+                    if not self._stage.is_first:
                         hidden = self._links.receive_hidden(sum(message.rows), width)
                 if what == What.REPORT:
                     window = tuple(numbers.view(torch.float64).tolist())
@@ -98,7 +102,7 @@ class Follower:
             self._inbox.put(_Next(failure=exc))
 
     def _pass(self, message: PassMessage, hidden: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states [rows, hidden] that leave the stage, in host memory."""
+        """The hidden states [rows, hidden] that leave the stage, in host memory; the last stage's are of no use."""
         loaded = self._loaded
         loaded.check_tables()
         loaded.cache.begin(message.batches)
@@ -110,11 +114,12 @@ class Follower:
 
     def _packed(self, message: PassMessage, hidden: torch.Tensor | None) -> list[PackedBatch]:
         upload, rows = self._loaded.device.upload, message.rows
+        logits = [torch.tensor(indices, dtype=torch.long) for indices in message.logits_indices]
         ids = torch.split(torch.tensor(message.ids, dtype=torch.long), rows)
         entering = [None] * len(rows) if hidden is None else [upload(part) for part in torch.split(hidden, rows)]
         return [
             PackedBatch(
-                ids[i], upload(_positions(batch)), upload(torch.empty(0, dtype=torch.long)),
+                ids[i], upload(_positions(batch)), upload(logits[i]),
                 PackedAttention(self._attention, batch, i), entering[i],
             )
             for i, batch in enumerate(message.batches)

@@ -1,7 +1,8 @@
 """The rank that schedules: it announces each pass to the others, runs the last stage, and samples.
 
 The sequences that run are divided into groups, each with a scheduler and KV blocks of its own, and the passes of all
-groups are under way at a time: while one group is in one stage, another is in the next.
+groups are under way at a time: while one group is in one stage, another is in the next. Where each rank has a part of
+every matrix instead there is one group, and all ranks run the same pass at the same time.
 """
 
 import time
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,8 +24,10 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.loader import load
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.storage import storages
+from engines.offload.memory.tensor_part import TensorPart, require_whole_groups
+from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
-from engines.offload.model_runner import ModelRunner
+from engines.offload.model_runner import ModelRunner, logits_indices
 from engines.offload.pipeline.clocks import Offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.links import Links, LostRankError, What
@@ -31,7 +35,7 @@ from engines.offload.pipeline.messages import PassMessage
 from engines.offload.pipeline.processes import leading, started_by_torchrun
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
-from engines.offload.pipeline.stages import Division, equal_stages, timed_stages
+from engines.offload.pipeline.stages import Division, equal_stages, parts_of_all, timed_stages
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
@@ -54,6 +58,7 @@ class PipelineRunner(ModelRunner):
         why_lost: Callable[[], str], clocks: Mapping[int, Offset],
     ) -> None:  # fmt: skip
         super().__init__(loaded, kernels, stage.first)
+        loaded.meta_model.put_together_by(links)
         self._links, self._stage, self._clocks = links, stage, clocks
         self._why_lost = why_lost
         self._broken = False
@@ -132,10 +137,10 @@ class PipelineRunner(ModelRunner):
 
     def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
         if self._broken:
-            raise HarnessError("the pipeline has lost a rank: load the model again")
+            raise HarnessError("a rank was lost: load the model again")
         began = time.perf_counter()
         flight = super().begin_pass(scheduler, clock)
-        message = PassMessage(flight.batches, _ids(flight))
+        message = PassMessage(flight.batches, _ids(flight), [logits_indices(batch) for batch in flight.batches])
         formed = time.perf_counter()
         with self._naming():
             self._links.announce(What.PASS, message.encoded())
@@ -192,11 +197,41 @@ class PipelineRunner(ModelRunner):
             yield
         except LostRankError as exc:
             self._broken = True
-            raise HarnessError(f"the pipeline has ended: {self._why_lost() or exc}") from exc
+            raise HarnessError(f"all ranks have ended: {self._why_lost() or exc}") from exc
 
 
-def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool) -> int:
-    """How many groups of sequences are under way: one for each rank, where each gets the blocks of a sequence of
+class TensorRunner(PipelineRunner):
+    """Runs passes of which every rank computes its part of every product."""
+
+    _sent = 0  # bytes, when the run began
+
+    def ranks(self) -> EngineTrace:
+        """As a pipeline's; and what rank 0 sent."""
+        found = super().ranks()
+        return EngineTrace({**found.metrics, "rank0_sent_bytes": self._links.bytes_sent - self._sent}, found.events)
+
+    @contextmanager
+    def one_run(self) -> Iterator[None]:
+        self._sent = self._links.bytes_sent
+        with super().one_run():
+            yield
+
+    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        try:
+            with self._naming():
+                return super().end_pass(flight, clock)
+        except BaseException:
+            self._broken = True  # the other ranks wait in the middle of it
+            raise
+
+    def _take_back(self) -> None:
+        """A pass that nobody ends has the other ranks wait in it."""
+        self._broken |= bool(self._under_way)
+        self._under_way.clear()
+
+
+def group_count(stages: int, blocks: int, longest: int, batch: int, streams: bool) -> int:
+    """How many groups of sequences are under way: one for each stage, where each gets the blocks of a sequence of
     `longest` tokens and one of `batch` sequences.
 
     Where weights stream, a stage reads its own for each group's pass: as often as one machine would read all of them
@@ -204,18 +239,18 @@ def group_count(ranks: int, blocks: int, longest: int, batch: int, streams: bool
     """
     if streams:
         return 1
-    return max(1, min(ranks, batch, blocks // blocks_for(longest)))
+    return max(1, min(stages, batch, blocks // blocks_for(longest)))
 
 
-def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units: int | None) -> PipelineRunner:
-    """Loads a model on `policy.pipeline` ranks; `resources` end them. Raises as OffloadEngine.load does, naming the
-    rank."""
+def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units: int | None) -> PipelineRunner:
+    """Loads a model on as many ranks as the policy has; `resources` end them. Raises as OffloadEngine.load does, naming
+    the rank."""
     policy, threads = request.policy, torch.get_num_threads()
-    equal = equal_stages(request.model.shape, policy.pipeline)  # raises for too many, before any process is started
+    equal = _equal(request)  # raises for what cannot be divided, before any process is started
     if not (started_by_torchrun() or policy.threads or request.limits.threads):
-        threads = max(1, threads // policy.pipeline)  # ranks that share this host share its cores
+        threads = max(1, threads // policy.ranks)  # ranks that share this host share its cores
         torch.set_num_threads(threads)
-    ranks = resources.enter_context(leading(policy.pipeline, threads))
+    ranks = resources.enter_context(leading(policy.ranks, threads))
     host_kernels = HostKernels(request.job.cache, threads)
     resources.callback(host_kernels.close)
     if policy.compute_dtype == "auto":  # this rank's choice, as activations travel in it
@@ -232,18 +267,30 @@ def pipeline_runner(request: LoadRequest, resources: ExitStack, attention_units:
     plan = replace(loaded.plan, sequences=agreed.sequences, chunk=agreed.chunk)
     loaded = replace(loaded, plan=plan, report=report)
     longest, batch = request.job.max_sequence, min(policy.gpu_batch_size, agreed.sequences)
-    groups = group_count(len(ranks.order), agreed.blocks, longest, batch, agreed.streams)
+    stages = 1 if policy.tensor > 1 else len(ranks.order)
+    groups = group_count(stages, agreed.blocks, longest, batch, agreed.streams)
     links = ranks.links(wire_of(policy, loaded.meta_model.dtype))
     clocks = {rank: links.clock(rank) for rank in links.followers if not ranks.shares_clock(rank)}
-    runner = PipelineRunner(loaded, host_kernels, links, stage, groups, agreed.blocks, ranks.why_lost, clocks)
+    kind = TensorRunner if policy.tensor > 1 else PipelineRunner
+    runner = kind(loaded, host_kernels, links, stage, groups, agreed.blocks, ranks.why_lost, clocks)
     resources.callback(runner.close)
     return runner
 
 
+def _equal(request: LoadRequest) -> Division:
+    """What ranks have that are alike. Raises HarnessError or UnsupportedError for what cannot be divided so."""
+    model, policy = request.model, request.policy
+    if policy.tensor == 1:
+        return equal_stages(model.shape, policy.pipeline)
+    part = MetaModel(Path(model.path), model.shape, getattr(torch, model.dtype), tensor=TensorPart.under(policy, 0))
+    require_whole_groups(part.matrices, storages(model.dtype, policy)[0])
+    return parts_of_all(model.shape, policy.tensor)
+
+
 def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostKernels) -> Division:
-    """Which rank has which layers: `equal` stages of ranks that are alike, or that have devices, else by what the ranks
-    measure. Tells them what is to be loaded."""
-    measure = not ranks.alike(request) and not request.limits.gpu
+    """Which rank has what: the `equal` parts or stages, where each has a part of every matrix or ranks are alike or
+    have devices; else stages by what the ranks measure. Tells them what is to be loaded."""
+    measure = request.policy.tensor == 1 and not ranks.alike(request) and not request.limits.gpu
     ranks.tell(request, measure)
     if not measure:
         return equal

@@ -1,4 +1,5 @@
-"""What ranks send each other, over torch.distributed: passes from the leader to all, hidden states along the stages.
+"""What ranks send each other, over torch.distributed: passes from the leader to all, hidden states along the stages,
+sums and logits among those that each have a part of every matrix.
 
 Sends do not wait for whoever receives. A rank that is lost is named.
 """
@@ -6,7 +7,7 @@ Sends do not wait for whoever receives. A rank that is lost is named.
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.pipeline.clocks import Offset, offset
 from engines.offload.pipeline.wire import Wire
 from harness.api import HarnessError, first_line
@@ -23,8 +25,9 @@ _SENDS = 64
 #: How long a rank may take for the hidden states of one pass before it counts as lost, in seconds.
 PATIENCE_S = 600.0
 _FOREVER = timedelta(days=365)
-#: Tags: passes with their hidden states; and answers, which hidden states of passes under way must not be taken for.
-_PASSES, _ANSWERS = range(2)
+#: Tags: passes with their hidden states; and what these must not be taken for while passes are under way: answers, and
+#: the parts of sums and logits.
+_PASSES, _ANSWERS, _PARTS = range(3)
 #: Messages there and back by which two clocks are compared.
 _EXCHANGES = 20
 
@@ -36,7 +39,7 @@ class What(IntEnum):
 
 
 class LostRankError(HarnessError):
-    """A rank of the pipeline is gone, or its link is."""
+    """A rank is gone, or its link is."""
 
 
 class Links:
@@ -47,13 +50,14 @@ class Links:
 
     def __init__(self, rank: int, order: Sequence[int], wire: Wire, patience_s: float = PATIENCE_S) -> None:
         self.rank, self.followers = rank, sorted(order)[1:]
+        self._others = sorted(set(order) - {rank})
         self._wire = wire
         self._patience = timedelta(seconds=patience_s)
         stage = order.index(rank)
         self._before, self._after = order[stage - 1], order[(stage + 1) % len(order)]
         self._sends: deque[tuple[Any, torch.Tensor, int]] = deque()
         self._lock = threading.Lock()
-        self.bytes_sent = 0  # of hidden states
+        self.bytes_sent = 0  # of hidden states, sums and logits
 
     def announce(self, what: What, numbers: torch.Tensor | None = None) -> None:
         """From the leader to all others, int32 `numbers`."""
@@ -80,6 +84,43 @@ class Links:
         raw = torch.empty(self._wire.nbytes(rows, width), dtype=torch.uint8)
         self._receive(raw, self._before, self._patience)
         return self._wire.unpacked(raw, rows, width)
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the `part` [rows, outputs] of every rank: each adds up a slice of it and sends that to the others,
+        so 2 (N - 1) / N of the part leave each of N ranks (NanoFlow, equation 7, for two sums a layer).
+
+        In float32 and in the order of the ranks wherever a value lies, which the sums of torch.distributed are not: the
+        sum of a row does not depend on what rows are beside it. Raises LostRankError.
+        """
+        if not part.numel():
+            return part
+        flat, slices = part.flatten(), self._slices(part.numel())
+        own = flat[slices[self.rank]]
+        parts = {rank: own if rank == self.rank else torch.empty_like(own) for rank in slices}
+        self._exchange(
+            {rank: flat[slices[rank]] for rank in self._others}, {rank: parts[rank] for rank in self._others}
+        )
+        total = torch.zeros_like(own, dtype=torch.float32)
+        for rank in slices:
+            total += parts[rank]
+        summed = torch.empty_like(flat)
+        summed[slices[self.rank]] = total.to(part.dtype)
+        own = summed[slices[self.rank]]
+        self._exchange(dict.fromkeys(self._others, own), {rank: summed[slices[rank]] for rank in self._others})
+        return summed.view(part.shape)
+
+    def gather(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
+        """[rows, outputs] on the leader, of the parts [rows, ...] of their columns that the ranks have one after the
+        other; elsewhere the `part` itself. Raises LostRankError."""
+        if not part.numel():
+            return part.new_empty(len(part), outputs)
+        if self.rank:
+            self._exchange({0: part.contiguous()}, {})
+            return part
+        widths = self._slices(outputs)
+        parts = {k: part.new_empty(len(part), widths[k].stop - widths[k].start) for k in self._others}
+        self._exchange({}, parts)
+        return torch.cat([part, *parts.values()], dim=1)
 
     def answer(self, values: Sequence[float]) -> None:
         """From a follower to the leader, who asked for it."""
@@ -115,18 +156,31 @@ class Links:
             while self._sends and (len(self._sends) >= _SENDS or self._sends[0][0].is_completed()):
                 work, _, to = self._sends.popleft()
                 self._wait(work, to, self._patience)
-            try:
-                work = dist.isend(_bytes(tensor), rank, tag=tag)
-            except RuntimeError as exc:
-                raise self._lost(rank, exc) from exc
+            work = self._begun(dist.isend, tensor, rank, tag)
             self._sends.append((work, tensor, rank))  # held until it is sent
 
     def _receive(self, into: torch.Tensor, rank: int, patience: timedelta, tag: int = _PASSES) -> None:
+        self._wait(self._begun(dist.irecv, into, rank, tag), rank, patience)
+
+    def _exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Sends to ranks and receives from ranks at the same time, until all is done."""
+        works = [(self._begun(dist.irecv, tensor, rank, _PARTS), rank) for rank, tensor in received.items()]
+        works += [(self._begun(dist.isend, tensor, rank, _PARTS), rank) for rank, tensor in sent.items()]
+        for work, rank in works:
+            self._wait(work, rank, self._patience)
+        self.bytes_sent += sum(tensor.nbytes for tensor in sent.values())
+
+    def _slices(self, length: int) -> dict[int, slice]:
+        """The parts of so many things, by rank."""
+        count = len(self._others) + 1
+        parts = {rank: TensorPart(rank, count).of(length) for rank in range(count)}
+        return {rank: slice(part.start, part.stop) for rank, part in parts.items()}
+
+    def _begun(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Any:
         try:
-            work = dist.irecv(_bytes(into), rank, tag=tag)
+            return operation(_bytes(tensor), rank, tag=tag)
         except RuntimeError as exc:
             raise self._lost(rank, exc) from exc
-        self._wait(work, rank, patience)
 
     def _wait(self, work: Any, rank: int, patience: timedelta) -> None:
         try:

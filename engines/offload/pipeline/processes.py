@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: those that the leader starts on its host, or those that torchrun has started."""
+"""The ranks of a model: those that the leader starts on its host, or those that torchrun has started."""
 
 import ctypes
 import hashlib
@@ -22,6 +22,7 @@ import transformers
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.offload.backend.base import LoadRequest
+from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, ToldRates
@@ -70,7 +71,7 @@ def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
     world = int(os.environ["WORLD_SIZE"])
     if world != count:
         raise HarnessError(
-            f"policy.pipeline is {count}, and torchrun started {world} ranks: set policy.pipeline={world}"
+            f"the policy has {count} ranks, and torchrun started {world}: set policy.pipeline or policy.tensor to {world}"
         )
     dist.init_process_group("gloo")
     ranks = Ranks(count, dist.distributed_c10d._get_default_store())
@@ -111,7 +112,8 @@ def follow(
         store.wait(["stages"], timedelta(seconds=LOAD_S))
         stages = dict(json.loads(store.get("stages")))
         if rank in stages:
-            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank])))
+            part = TensorPart.under(request.policy, rank)
+            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank]), part=part))
             store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
             run(list(stages))
         dist.destroy_process_group()
@@ -146,7 +148,7 @@ def _introduced(ranks: Ranks) -> Ranks:
         ranks.wait_for(f"version/{rank}", rank, START_S)
         if (theirs := ranks.store.get(f"version/{rank}").decode()) != own:
             raise HarnessError(
-                f"rank {rank} of the pipeline has {theirs}; rank 0 has {own}: install the same everywhere"
+                f"rank {rank} of {ranks.count} has {theirs}; rank 0 has {own}: install the same everywhere"
             )
         ranks.wait_for(f"machine/{rank}", rank, START_S)
         machines.append(from_json(Machine, json.loads(ranks.store.get(f"machine/{rank}"))))

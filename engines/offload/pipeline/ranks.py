@@ -1,4 +1,4 @@
-"""All ranks of a pipeline as the leader sees them: what they tell each other before passes begin, and who is lost."""
+"""All ranks as the leader sees them: what they tell each other before passes begin, and who is lost."""
 
 import json
 import signal
@@ -10,6 +10,7 @@ from typing import Any
 
 from engines.offload.backend.base import LoadRequest
 from engines.offload.loaded_model import LoadedModel
+from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.rates import Machine, ToldRates
@@ -45,7 +46,7 @@ class Loaded:
 
 @dataclass
 class Ranks:
-    """All ranks of a pipeline, as the leader sees them. `children` are those that it started, by rank."""
+    """All ranks of a model, as the leader sees them. `children` are those that it started, by rank."""
 
     count: int
     store: Any
@@ -81,7 +82,7 @@ class Ranks:
         """Tells each rank its stage, by rank in the order of stages; returns what the leader loads."""
         self.order = list(stages)
         self.store.set("stages", json.dumps(to_json(list(stages.items()))))
-        return replace(request, stage=stages[0])
+        return replace(request, stage=stages[0], part=TensorPart.under(request.policy, 0))
 
     def links(self, wire: Wire) -> Links:
         """The leader's."""
@@ -105,11 +106,11 @@ class Ranks:
         deadline = time.monotonic() + patience_s
         while not self.store.check([key]):
             if reason := self._said(rank):
-                raise HarnessError(f"rank {rank} of the pipeline: {reason}")
+                raise HarnessError(f"rank {rank} of {self.count}: {reason}")
             if died := self.died():
-                raise HarnessError(f"the pipeline has ended: {died}")
+                raise HarnessError(f"all ranks have ended: {died}")
             if time.monotonic() > deadline:
-                raise HarnessError(f"rank {rank} of the pipeline did not answer for {patience_s:g} s")
+                raise HarnessError(f"rank {rank} of {self.count} did not answer for {patience_s:g} s")
             time.sleep(_LOOK_S)
 
     def died(self) -> str:
@@ -123,7 +124,7 @@ class Ranks:
         return ""
 
     def why_lost(self) -> str:
-        """Why the pipeline ended, as far as anybody knows: a process died, a rank gave a reason of its own, or else
+        """Why all ranks ended, as far as anybody knows: a process died, a rank gave a reason of its own, or else
         whom some rank lost."""
         began = time.monotonic()
         while True:

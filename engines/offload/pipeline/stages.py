@@ -1,4 +1,4 @@
-"""Which rank of a pipeline has which layers.
+"""Which rank has which layers.
 
 Stages follow each other on ranks 1, 2, ..., and the last one is rank 0's: it schedules, and has the logits where it
 needs them. What goes back to the first stage is a token id for each sequence, with the next pass.
@@ -32,6 +32,11 @@ def equal_stages(shape: ModelShape, ranks: int) -> Division:
     """Of ranks that are alike, so that the one with most weights has as few as possible; the head counts as a part of a
     layer. Raises HarnessError where a stage would have no layer."""
     return Division(_stages(_even_ends(shape, ranks), order_of(ranks)))
+
+
+def parts_of_all(shape: ModelShape, ranks: int) -> Division:
+    """All layers on each of so many ranks, which have a part of every matrix."""
+    return Division({rank: Stage(0, shape.num_layers, shape.num_layers) for rank in order_of(ranks)})
 
 
 def timed_stages(times: StageTimes, rates: Sequence[RankRates]) -> Division:

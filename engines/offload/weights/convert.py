@@ -111,7 +111,9 @@ def convert(
     contents = [content.digest(shard, cache) for shard in source.shards]
 
     def folder_of(quantizer: int) -> Path:
-        key = folder_key(contents, model.dtype, layout.tiles, list(tables), list(layout.small), quantizer)
+        key = folder_key(
+            contents, model.dtype, layout.tiles, list(tables), list(layout.small), quantizer, parts_of(layout.matrices)
+        )
         return cache / "offload" / f"{Path(model.path).name}-{key}"
 
     needed = sum(tile.span for tile in layout.tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
@@ -142,9 +144,10 @@ def convert(
 
 def folder_key(
     contents: Sequence[str], dtype: str, tiles: Sequence[WeightTile], tables: Sequence[str], small: Sequence[str],
-    quantizer: int = _QUANTIZER,
+    quantizer: int = _QUANTIZER, parts: Sequence[Any] = (),
 ) -> str:  # fmt: skip
-    """Names what a folder holds: the checkpoint's digests, the layout and, where tiles are quantized, the quantizer.
+    """Names what a folder holds: the checkpoint's digests, the layout, where tiles are quantized the quantizer, and
+    where matrices are parts which.
 
     The fields are spelled out here, because renaming one of WeightTile's would make every folder be converted again.
     """
@@ -162,8 +165,13 @@ def folder_key(
         {"matrix": t.matrix, "axis": t.axis, "start": t.start, "stop": t.stop, "shape": t.shape, "file": t.file,
          "offset": t.offset, "nbytes": t.nbytes, "stored": storage(t.stored)} for t in tiles
     ]  # fmt: skip
-    recipe = json.dumps([_LAYOUT, contents, dtype, layout, tables, small])
+    recipe = json.dumps([_LAYOUT, contents, dtype, layout, tables, small, *parts])
     return hashlib.sha256(recipe.encode()).hexdigest()[:16]
+
+
+def parts_of(matrices: Sequence[Matrix]) -> list[Any]:
+    """Of each matrix that is a part of the checkpoint's, which part."""
+    return [[m.name, m.whole, m.start] for m in matrices if m.whole is not None]
 
 
 def _is_quantized(tile: WeightTile) -> bool:
@@ -201,9 +209,15 @@ def _read(source: CheckpointReader, matrix: Matrix, tile: WeightTile) -> torch.T
     """One tile's values, as the checkpoint has them."""
     cut, whole = slice(tile.start, tile.stop), slice(0, tile.shape[1 - tile.axis])
     rows, columns = (cut, whole) if tile.axis == 0 else (whole, cut)
+    rows, columns = _shifted(rows, matrix.start[0]), _shifted(columns, matrix.start[1])
+    shape = matrix.whole or (matrix.rows, matrix.columns)
     if matrix.transposed:
-        return source.read(matrix.parameter, matrix.expert, (matrix.columns, matrix.rows), columns, rows).T
-    return source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
+        return source.read(matrix.parameter, matrix.expert, shape[::-1], columns, rows).T
+    return source.read(matrix.parameter, matrix.expert, shape, rows, columns)
+
+
+def _shifted(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

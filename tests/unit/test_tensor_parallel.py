@@ -1,4 +1,4 @@
-"""A part of every matrix on each rank: which part, what is refused, what travels, and answers that are one process's."""
+"""A part of every matrix on each rank: which part, what is refused, what travels, and one process's answers."""
 
 import multiprocessing
 import os
@@ -177,7 +177,8 @@ def sent_by_equation_7(shape, rows, logits, ranks, value_bytes):
     ("model", "ranks", "policy"),
     [
         ("opt", 2, SWEEP),
-        ("llama", 2, {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "weights": (0.0, 0.3, 0.7)}),
+        pytest.param("llama", 2, {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2,
+                                  "weights": (0.0, 0.3, 0.7)}, marks=pytest.mark.slow),
         pytest.param("opt", 4, {"schedule": "row", "gpu_batch_size": 3, "cache": (0.0, 0.5, 0.5), "prefill_chunk": 6},
                      marks=pytest.mark.slow),
     ],

@@ -113,6 +113,8 @@ class LayerProducts:
         """The matrices of all of a mixture's experts, by transformers' experts interface."""
         if module.has_post_expert_norm:
             raise UnsupportedError(f"{type(module).__name__} norms each expert's output, which engine offload does not")
+        if self._part is not None and shape[0] % self._part.ranks:
+            raise UnsupportedError(f"policy.tensor: {shape[0]} experts are no {self._part.ranks} equal parts")
         name = f"{path}.{leaf}"
         module.offload_experts = partial(self._experts, module, path)
         rows, columns = shape[:0:-1] if module.is_transposed else shape[1:]

@@ -56,7 +56,7 @@ class MetaModel:
         self._layers = LayerProducts(tensor)
         self._shape = shape
         self._tensor = tensor
-        roles = None if tensor is None else TensorRoles(self.module, self._kind)
+        self._roles = None if tensor is None else TensorRoles(self.module, self._kind)
         if tensor is not None:
             divide_heads(self.module, shape, tensor)
         self._stage = None if part is None else part[0]
@@ -66,35 +66,10 @@ class MetaModel:
             cut(self._all_layers(), self._stage, self.flow, lambda: current_batch.get().entering())
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._unused: dict[str, tuple[nn.Module, tuple[int, ...]]] = {}
-        matrices: dict[str, Matrix] = {}
         self.experts: list[Matrix] = []
         self.tables: dict[str, tuple[int, int]] = {}
         self.small: dict[str, tuple[int, ...]] = {}
-        for path_, module in self.module.named_modules():
-            for leaf, parameter in module.named_parameters(recurse=False):
-                name = f"{path_}.{leaf}" if path_ else leaf
-                self._owners[name] = (module, leaf)
-                if hasattr(module, "is_transposed") and parameter.dim() == 3:
-                    each = self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
-                    own = self._layers.own_experts(len(each))
-                    if tensor is not None and len(each) % tensor.ranks:
-                        raise UnsupportedError(f"policy.tensor: {len(each)} experts are no {tensor.ranks} equal parts")
-                    self.experts += each
-                    matrices |= {m.name: m for m in each[own.start : own.stop]}
-                elif not self._needs(name):
-                    self._unused[name] = (module, tuple(parameter.shape))
-                elif leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
-                    role: Role = "whole" if roles is None else roles.of(path_)
-                    matrices[name] = self._layers.replace_linear(module, name, tuple(parameter.shape), role)
-                elif isinstance(module, nn.Embedding):
-                    self.tables[name] = (parameter.shape[0], parameter.shape[1])
-                else:
-                    self.small[name] = tuple(parameter.shape)
-            for leaf, buffer in module.named_buffers(recurse=False):
-                if leaf not in module._non_persistent_buffers_set:  # checkpoints hold it, such as a router's bias
-                    name = f"{path_}.{leaf}" if path_ else leaf
-                    self._owners[name] = (module, leaf)
-                    self.small[name] = tuple(buffer.shape)
+        matrices = self._sorted_parameters()
         if any(m.expert is not None for m in matrices.values()):
             self.module.set_experts_implementation(OFFLOAD)
         dry = self._dry_pass(matrices)
@@ -109,6 +84,35 @@ class MetaModel:
         self.token_table = next((name for name, (owner, _) in self._owners.items() if owner is embedding), "")
         require_small(self._kind, self.module, self.small)
         self.module.set_attn_implementation(OFFLOAD)
+
+    def _sorted_parameters(self) -> dict[str, Matrix]:
+        """Finds out what each parameter is: returns matrices by name, and fills `tables`, `small`, `experts` and what
+        is known of owners and unused ones."""
+        matrices: dict[str, Matrix] = {}
+        for path_, module in self.module.named_modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                name = f"{path_}.{leaf}" if path_ else leaf
+                self._owners[name] = (module, leaf)
+                if hasattr(module, "is_transposed") and parameter.dim() == 3:
+                    each = self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
+                    self.experts += each
+                    own = self._layers.own_experts(len(each))
+                    matrices |= {m.name: m for m in each[own.start : own.stop]}
+                elif not self._needs(name):
+                    self._unused[name] = (module, tuple(parameter.shape))
+                elif leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
+                    role: Role = "whole" if self._roles is None else self._roles.of(path_)
+                    matrices[name] = self._layers.replace_linear(module, name, tuple(parameter.shape), role)
+                elif isinstance(module, nn.Embedding):
+                    self.tables[name] = (parameter.shape[0], parameter.shape[1])
+                else:
+                    self.small[name] = tuple(parameter.shape)
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:  # checkpoints hold it, such as a router's bias
+                    name = f"{path_}.{leaf}" if path_ else leaf
+                    self._owners[name] = (module, leaf)
+                    self.small[name] = tuple(buffer.shape)
+        return matrices
 
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers, those of the stage. Raises UnsupportedError where they are no plain list."""

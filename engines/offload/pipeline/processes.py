@@ -71,7 +71,8 @@ def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
     world = int(os.environ["WORLD_SIZE"])
     if world != count:
         raise HarnessError(
-            f"the policy has {count} ranks, and torchrun started {world}: set policy.pipeline or policy.tensor to {world}"
+            f"the policy has {count} ranks, and torchrun started {world}: set policy.pipeline, or policy.tensor, to "
+            f"{world}"
         )
     dist.init_process_group("gloo")
     ranks = Ranks(count, dist.distributed_c10d._get_default_store())

@@ -17,7 +17,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_model import PassModel
 from engines.offload.prefill_budget import PrefillBudget, job_budget
-from engines.offload.scheduled_chunk import ScheduledChunk, split
+from engines.offload.scheduled_chunk import ScheduledChunk, logits_indices, split
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -201,12 +201,3 @@ class ModelRunner:
         loaded.cache.reset_prefix_cache()
         if loaded.activation_offload is not None:
             loaded.activation_offload.reset()
-
-
-def logits_indices(batch: Sequence[ScheduledChunk[S]]) -> list[int]:
-    """The indices of a packed batch's tokens whose logits are computed."""
-    indices, first = list[int](), 0
-    for chunk in batch:
-        indices += [first + at - chunk.cached for at in chunk.sequence.logits_positions(chunk.count)]
-        first += chunk.count
-    return indices

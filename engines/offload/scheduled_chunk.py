@@ -117,3 +117,12 @@ class Room:
             self._logits -= len(sequence.logits_positions(count))
         self.prompt_rows -= 0 if decodes else count
         return count
+
+
+def logits_indices(batch: Sequence[ScheduledChunk[S]]) -> list[int]:
+    """The indices of a packed batch's tokens whose logits are computed."""
+    indices, first = list[int](), 0
+    for chunk in batch:
+        indices += [first + at - chunk.cached for at in chunk.sequence.logits_positions(chunk.count)]
+        first += chunk.count
+    return indices

@@ -15,9 +15,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engines.offload.memory.layout import OUTSIDE, Matrix
-from engines.offload.memory.tensor_part import Role, TensorPart
+from engines.offload.memory.tensor_part import Role
 from engines.offload.model.build import DryPass
 from engines.offload.model.hooks import Attention
+from engines.offload.model.matrix_parts import MatrixParts
 from harness.api import HarnessError, UnsupportedError
 
 
@@ -33,17 +34,6 @@ class Weights(Protocol):
     def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
         """Which of a mixture's experts to compute, in order, where rows[e] of `tokens` rows go to expert e; called
         before their products."""
-
-
-class Collectives(Protocol):
-    """What ranks of tensor parallelism, each with a part of every matrix, make of their products; all call it in one
-    order. The dry pass has one rank."""
-
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' [rows, outputs], the same on all."""
-
-    def gather(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
-        """[rows, outputs] on rank 0, of all ranks' [rows, their part of the outputs]; elsewhere the rank's own part."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +62,11 @@ current_batch: ContextVar[PackedBatch] = ContextVar("batch")
 
 
 class LayerProducts:
-    """The forward methods of a model's linear layers and mixtures, which get their products from `weights`; of a
-    `part` of every matrix, which `collectives` put together."""
+    """The forward methods of linear layers and mixtures: products with `parts` of their matrices by `weights`."""
 
-    def __init__(self, part: TensorPart | None = None) -> None:
+    def __init__(self, parts: MatrixParts) -> None:
         self.weights: Weights | None = None
-        self.collectives: Collectives | None = None
-        self._part = part
-        self._roles: dict[str, Role] = {}  # by matrix
-        self._outputs: dict[str, int] = {}  # by matrix, those of all ranks together
+        self._parts = parts
         self._after_attention: frozenset[str] = frozenset()
         self._join_of: Mapping[str, Sequence[str]] = {}  # by its first matrix
         self._linears: dict[str, Any] = {}  # by matrix
@@ -92,8 +78,7 @@ class LayerProducts:
         if ends_in_logits:
             self._after_attention = frozenset(chain.from_iterable(dry.joins[dry.attends[-1] :]))
 
-    def replace_linear(self, module: Any, name: str, shape: tuple[int, ...], role: Role = "whole") -> Matrix:
-        """The layer's matrix, or the part of it that the rank has in this role."""
+    def replace_linear(self, module: Any, name: str, shape: tuple[int, ...], role: Role) -> Matrix:
         transposed = isinstance(module, Conv1D)
         rows, columns = shape[::-1] if transposed else shape
         self._linears[name] = module
@@ -103,18 +88,12 @@ class LayerProducts:
             return output.view(*x.shape[:-1], output.shape[-1])
 
         module.forward = forward
-        matrix = Matrix(name, rows, columns, _group(name), transposed)
-        if self._part is None:
-            return matrix
-        self._roles[name], self._outputs[name] = role, rows
-        return self._part.of_matrix(matrix, role)
+        return self._parts.of(Matrix(name, rows, columns, _group(name), transposed), role)
 
     def replace_experts(self, module: Any, path: str, leaf: str, shape: tuple[int, ...]) -> list[Matrix]:
         """The matrices of all of a mixture's experts, by transformers' experts interface."""
         if module.has_post_expert_norm:
             raise UnsupportedError(f"{type(module).__name__} norms each expert's output, which engine offload does not")
-        if self._part is not None and shape[0] % self._part.ranks:
-            raise UnsupportedError(f"policy.tensor: {shape[0]} experts are no {self._part.ranks} equal parts")
         name = f"{path}.{leaf}"
         module.offload_experts = partial(self._experts, module, path)
         rows, columns = shape[:0:-1] if module.is_transposed else shape[1:]
@@ -126,8 +105,7 @@ class LayerProducts:
         """The mixture for x [rows, hidden], whose row i goes to experts index[i] at the shares share[i]."""
         assert self.weights is not None
         first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
-        count = len(getattr(module, first))
-        own = self.own_experts(count)
+        own = self._parts.experts(count := len(getattr(module, first)))
         if self._serves_logits_only(f"{path}.{first}[{own.start}]", len(x)):
             every = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
             without_logits = every.index_fill_(0, current_batch.get().logits_indices, False)
@@ -136,22 +114,14 @@ class LayerProducts:
         chosen = index.cpu()
         rows = torch.bincount(chosen.flatten(), minlength=count + 1)[:count].tolist()
         out = torch.zeros_like(x)
-        for e in self.weights.route_experts(path, rows, int((chosen < count).any(dim=1).sum())):
-            if e not in own:
-                continue
+        routed = self.weights.route_experts(path, rows, int((chosen < count).any(dim=1).sum()))
+        for e in (e for e in routed if e in own):
             row, place = torch.where(index == e)
             [inner] = self._gemm([f"{path}.{first}[{e}]"], x[row], [_of(module, f"{first}_bias", e)])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             [outer] = self._gemm([f"{path}.{second}[{e}]"], inner, [_of(module, f"{second}_bias", e)])
             out.index_add_(0, row, (outer * share[row, place, None]).to(out.dtype))  # some share in float32
-        if self._part is None:
-            return out
-        assert self.collectives is not None
-        return self.collectives.add_up(out)
-
-    def own_experts(self, count: int) -> range:
-        """Which of a mixture's `count` experts the rank has."""
-        return range(count) if self._part is None else self._part.of(count)
+        return self._parts.mixture(out)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A linear layer's output [rows, outputs] for x [..., columns]. The first of a join has those of the others
@@ -163,7 +133,7 @@ class LayerProducts:
                 raise HarnessError(f"{name} multiplies another input than the matrices that it was joined with")
             return output
         join = self._join_of.get(name, (name,))
-        outputs = self._gemm(join, x, [self._bias(matrix) for matrix in join])
+        outputs = self._gemm(join, x, [self._parts.bias(name, self._linears[name].bias) for name in join])
         ahead.update((matrix, (x, output)) for matrix, output in zip(join[1:], outputs[1:], strict=True))
         return outputs[0]
 
@@ -175,41 +145,10 @@ class LayerProducts:
         assert self.weights is not None
         count = x.numel() // x.shape[-1]
         if not self._serves_logits_only(names[0], count):
-            return self._put_together(names, self.weights.gemm(names, x, biases))
+            return self._parts.whole(names, self.weights.gemm(names, x, biases))
         indices = current_batch.get().logits_indices
-        computed = self._put_together(names, self.weights.gemm(names, x.reshape(count, -1)[indices], biases))
+        computed = self._parts.whole(names, self.weights.gemm(names, x.reshape(count, -1)[indices], biases))
         return [rows.new_zeros(count, rows.shape[1]).index_copy_(0, indices, rows) for rows in computed]
-
-    def _put_together(self, names: Sequence[str], products: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the layers return, of the products with a rank's parts of their matrices."""
-        if self._part is None:
-            return products
-        assert self.collectives is not None
-        outputs: list[torch.Tensor] = []
-        for name, product in zip(names, products, strict=True):
-            match self._roles.get(name):  # an expert has none: it is its rank's own
-                case "inputs":
-                    outputs.append(self.collectives.add_up(product))
-                case "vocabulary":
-                    outputs.append(self.collectives.gather(product, self._outputs[name]))
-                case _:
-                    outputs.append(product)
-        return outputs
-
-    def _bias(self, matrix: str) -> torch.Tensor | None:
-        """Of products that are added up, one has the bias."""
-        if self._part is not None and self._part.rank and self._roles[matrix] == "inputs":
-            return None
-        bias: torch.Tensor | None = self._linears[matrix].bias
-        return bias
-
-    def own(self, name: str, small: torch.Tensor) -> torch.Tensor:
-        """Of a small parameter what the rank needs: of a bias [outputs] the part beside its part of the matrix."""
-        role = self._roles.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
-        if self._part is None or role not in ("outputs", "vocabulary"):
-            return small
-        part = self._part.of(len(small))
-        return small[part.start : part.stop]
 
     def _serves_logits_only(self, name: str, rows: int) -> bool:
         """Whether a matrix comes after the last attention and its `rows` are the batch's, some without logits."""

@@ -21,7 +21,8 @@ from engines.offload.memory.tensor_part import Role, TensorPart
 from engines.offload.model.build import DryPass, build_on_meta, load_config, require_small, stop_and_begin_tokens
 from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD
-from engines.offload.model.layer_products import Collectives, LayerProducts, PackedBatch, Weights, current_batch
+from engines.offload.model.layer_products import LayerProducts, PackedBatch, Weights, current_batch
+from engines.offload.model.matrix_parts import Collectives, MatrixParts
 from engines.offload.model.row_by_row import RowByRow
 from engines.offload.model.stage import LayerFlow, Stage, StageEnd, cut
 from engines.offload.model.tensor_roles import TensorRoles, divide_heads
@@ -53,7 +54,8 @@ class MetaModel:
         self.aliases: Mapping[str, str] = self.module.all_tied_weights_keys
         self.transforms = get_model_conversion_mapping(self.module)
         self.eos, self.bos = stop_and_begin_tokens(path, config, shape.vocab)
-        self._layers = LayerProducts(tensor)
+        self._parts = MatrixParts(tensor)
+        self._layers = LayerProducts(self._parts)
         self._shape = shape
         self._tensor = tensor
         self._roles = None if tensor is None else TensorRoles(self.module, self._kind)
@@ -96,7 +98,7 @@ class MetaModel:
                 if hasattr(module, "is_transposed") and parameter.dim() == 3:
                     each = self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
                     self.experts += each
-                    own = self._layers.own_experts(len(each))
+                    own = self._parts.experts(len(each))
                     matrices |= {m.name: m for m in each[own.start : own.stop]}
                 elif not self._needs(name):
                     self._unused[name] = (module, tuple(parameter.shape))
@@ -143,7 +145,7 @@ class MetaModel:
             else:
                 self._put(name, tensor.to(self.dtype).to(device.where))
         for name, tensor in small.items():
-            placed = self._layers.own(name, tensor).to(device.where)
+            placed = self._parts.small(name, tensor).to(device.where)
             if reproducible and tensor.dim() == 2:
                 placed = placed.to(self.dtype).as_subclass(RowByRow)
             self._put(name, placed)
@@ -162,7 +164,7 @@ class MetaModel:
 
     def put_together_by(self, collectives: Collectives) -> None:
         """Products with parts of matrices are put together by `collectives` from now on."""
-        self._layers.collectives = collectives
+        self._parts.collectives = collectives
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [rows of logits_indices, vocabulary] of one pass, in the compute dtype; of a stage but the last, its

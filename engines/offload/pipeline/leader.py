@@ -27,7 +27,7 @@ from engines.offload.memory.storage import storages
 from engines.offload.memory.tensor_part import TensorPart, require_whole_groups
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
-from engines.offload.model_runner import ModelRunner, logits_indices
+from engines.offload.model_runner import ModelRunner
 from engines.offload.pipeline.clocks import Offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.links import Links, LostRankError, What
@@ -37,6 +37,7 @@ from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, equal_stages, parts_of_all, timed_stages
 from engines.offload.pipeline.wire import wire_of
+from engines.offload.scheduled_chunk import logits_indices
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation

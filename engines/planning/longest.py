@@ -11,7 +11,7 @@ from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import largest
 from engines.offload.memory.storage import Plain, Storage, storages
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_part import TensorPart, refuse_undivided
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
@@ -26,7 +26,7 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
     """The most tokens (prompt and new) that a sequence may have under a policy and limits, up to the model's context.
 
     Raises InfeasibleError, with the numbers, if not even a sequence of `shortest` tokens fits, and UnsupportedError for
-    a placement that the engine does not support.
+    a placement that the engine does not support, or ranks that the model cannot be divided over.
     """
     planner = _Planner(spec, model)
     planner.plan(shortest, margin=0)
@@ -38,8 +38,10 @@ class _Planner:
 
     def __init__(self, spec: RunSpec, model: LocalModel) -> None:
         policy, limits = spec.policy, spec.limits
-        part = TensorPart.under(policy, 0)
-        self._shape = model.shape if part is None else part.shape(model.shape)
+        self._shape = model.shape
+        if (part := TensorPart.under(policy, 0)) is not None:
+            refuse_undivided(policy, limits, model.shape)
+            self._shape = part.shape(model.shape)
         self._policy = policy
         self._device = limits.device_memory
         self._host = limits.host_memory

@@ -112,7 +112,7 @@ class Room:
         if self._logits is not None:
             fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - self._logits))
             if fitting < count:  # no single rows of a prompt, as in `prompt_rows`
-                fitting -= missing - fitting == 1
+                fitting -= 0 < fitting == missing - 1
                 count = 0 if fitting == 1 < missing else fitting
             self._logits -= len(sequence.logits_positions(count))
         self.prompt_rows -= 0 if decodes else count

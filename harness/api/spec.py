@@ -43,7 +43,8 @@ class OffloadPolicy:
     arithmetic alternate. A sweep splits its batch into `nano_batches` (`auto`: as many as `harness tune` kept for the
     model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
     `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
-    between them in the dtype that is computed in, or in `wire_bits`.
+    between them in the dtype that is computed in, or in `wire_bits`. With `async_scheduling` a pass is formed while the
+    one before computes, where the engine gains by it.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -70,6 +71,7 @@ class OffloadPolicy:
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     pipeline: int = 1
     wire_bits: Literal[8] | None = None
+    async_scheduling: bool = True
 
     @property
     def block_size(self) -> int:
@@ -229,6 +231,7 @@ class RunSpec:
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,
+            "async_scheduling": True,
         },
         "limits": {"disk_bandwidth": None},
     }  # fmt: skip

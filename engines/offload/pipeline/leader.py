@@ -135,7 +135,7 @@ class PipelineRunner(ModelRunner):
             raise HarnessError("the pipeline has lost a rank: load the model again")
         began = time.perf_counter()
         flight = super().begin_pass(scheduler, clock)
-        message = PassMessage(flight.batches, _ids(flight))
+        message = PassMessage(flight.batches, [token for chunk in flight.chunks for token in chunk.tokens])
         formed = time.perf_counter()
         with self._naming():
             self._links.announce(What.PASS, message.encoded())
@@ -151,6 +151,7 @@ class PipelineRunner(ModelRunner):
 
     def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
         loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
+        loaded.timeline.rest()  # other ranks compute
         began = time.perf_counter()
         hidden = self._back()
         self._entered = time.perf_counter()
@@ -255,8 +256,3 @@ def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostK
     if len(known) < len(told):
         return replace(equal, note=f"equal stages, as the disk of rank {told.index(None)} could not be measured")
     return timed_stages(times, rank_rates(ranks.machines, known, request))
-
-
-def _ids(flight: Flight[S]) -> list[int]:
-    """The tokens of a pass."""
-    return [t for b in flight.batches for c in b for t in c.sequence.tokens[c.cached : c.cached + c.count]]

@@ -110,7 +110,7 @@ class Timeline:
         self._idle_s += seconds
 
     def close_pass(self, rows: int) -> None:
-        """A pass of `rows` tokens has computed its logits. `settle` sums it up, which takes a millisecond."""
+        """A pass of `rows` tokens has computed its logits. `settle` sums it up, when there is time."""
         self._closed.append((rows, self._spans, self._idle_s))
         self._spans, self._idle_s, self._computed_s = [], 0.0, time.perf_counter()
 

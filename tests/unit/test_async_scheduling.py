@@ -166,7 +166,7 @@ def test_tokens_are_those_of_passes_that_are_formed_afterwards(model, cache, nam
     engine.close()
     engine = loaded(model, cache, POLICIES[name])
 
-    @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(STEPS)
     def check(operations):
         submitted, events = set(), []

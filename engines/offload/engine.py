@@ -157,7 +157,7 @@ class OffloadEngine(api.OnlineEngine):
         return [scores[i] for i in range(len(pairs))]
 
     def trace(self) -> api.EngineTrace:
-        trace, ranks, memory = self.loaded.timeline.trace(), self._loaded_runner().ranks(), self.loaded.device.memory()
+        trace, ranks, memory = self.loaded.trace(), self._loaded_runner().ranks(), self.loaded.device.memory()
         return api.EngineTrace({**trace.metrics, **memory, **ranks.metrics}, (*trace.events, *ranks.events))
 
     @property

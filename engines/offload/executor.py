@@ -1,7 +1,8 @@
 """Runs a pass: each batch is a greenlet that stops when it needs a weight, so a tile is read once for all batches."""
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -106,14 +107,15 @@ class Executor:
         self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
         loaded.meta_model.use(self)
 
-    def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak."""
+    def run(self, batches: Sequence[PackedBatch], meanwhile: Callable[[], None] | None = None) -> list[torch.Tensor]:
+        """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak. `meanwhile` is
+        called while the last matrix is multiplied; no attention is left then."""
         self._stream.align()
         self._experts.begin_pass(sum(len(batch.ids) for batch in batches))
         self._batches = len(batches)
         running = [_Batch(self._loaded, batch) for batch in batches]
         try:
-            self._run(self._pass_ops(len(batches)), running)
+            self._run(self._pass_ops(len(batches)), running, meanwhile)
         except BaseException:
             self._finish()
             for batch in running:
@@ -122,7 +124,7 @@ class Executor:
         self._experts.end_pass()
         return [torch.as_tensor(batch.stopped_for) for batch in running]
 
-    def _run(self, ops: Sequence[Op], batches: Sequence[_Batch]) -> None:
+    def _run(self, ops: Sequence[Op], batches: Sequence[_Batch], meanwhile: Callable[[], None] | None) -> None:
         in_ring: dict[int, torch.Tensor] = {}  # by tile
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             if op.kind == "load":
@@ -134,6 +136,9 @@ class Executor:
                     self._stream.skip()
             elif op.kind == "multiply":
                 self._multiply(op, batches, in_ring)
+                is_last = op.tile + op.count == len(self._tiles) and op.batch in (ALL, len(batches) - 1)
+                if is_last and meanwhile is not None:
+                    self._call_beside_product(meanwhile)
             elif op.kind == "resume":
                 self._finish()
                 batches[op.batch].resume(following is not None and following.kind == "attend")
@@ -168,6 +173,14 @@ class Executor:
         if self._product is not None:
             self._release(self._product)
         self._timeline.add("compute", tile.matrix, began, self._timeline.now())
+
+    def _call_beside_product(self, meanwhile: Callable[[], None]) -> None:
+        began, product = time.perf_counter(), self._product
+        meanwhile()
+        if product is not None and product.is_running:
+            self._timeline.add("compute", product.matrix, began, time.perf_counter())
+        elif self._loaded.device.where.type == "cpu":  # the product has ended, who knows when: nothing computed
+            self._timeline.add_idle(time.perf_counter() - began)
 
     def _add(self, tile: WeightTile, stored: torch.Tensor) -> int:
         """Adds one tile, of these bytes, to the product that runs; returns its number there."""

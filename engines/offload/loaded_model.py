@@ -19,19 +19,21 @@ from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
-from harness.api import LoadReport, LocalModel, OffloadPolicy, OnlineStats
+from harness.api import EngineTrace, LoadReport, LocalModel, OffloadPolicy, OnlineStats
 
 
 @dataclass
 class RunCounts:
-    """What passes since the load added up to; see harness.api.OnlineStats."""
+    """What passes since the load added up to; see EngineStats."""
 
     passes: int = 0
     rows: int = 0
     pass_s: float = 0.0
     task_s: dict[str, float] = field(default_factory=dict)
+    between_passes_s: float = 0.0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    formed_ahead: int = 0
 
     def add_tasks(self, seconds: Mapping[str, float]) -> None:
         """Adds what a pass took by task, named as in a timeline."""
@@ -44,11 +46,13 @@ class RunCounts:
 class EngineStats(OnlineStats):
     """Counts and bytes since the load.
 
-    `num_kv_blocks` are all blocks of the cache. `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and
-    `kv_bytes_written`: of offloaded KV blocks. `activation_rows`, and of them `activation_rows_on_disk`: rows that
-    passed between layers. `experts`: how often each was used, by mixture.
+    `formed_ahead`: passes that were formed while the one before computed. `num_kv_blocks` are all blocks of the cache.
+    `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and `kv_bytes_written`: of offloaded KV blocks.
+    `activation_rows`, and of them `activation_rows_on_disk`: rows that passed between layers. `experts`: how often each
+    was used, by mixture.
     """
 
+    formed_ahead: int
     tile_bytes: tuple[int, ...]
     ring_slots: int
     pass_weight_bytes: int
@@ -94,8 +98,20 @@ class LoadedModel:
     report: LoadReport
     counts: RunCounts = field(default_factory=RunCounts)
 
+    def settle(self) -> None:
+        """Brings timeline and counts up to the last pass."""
+        for sums in self.timeline.settle():
+            self.counts.add_tasks(sums.tasks)
+            self.counts.between_passes_s += sums.idle_s
+
+    def trace(self) -> EngineTrace:
+        """What the timeline tells of the passes of the last run."""
+        self.settle()
+        return self.timeline.trace()
+
     def stats(self, waiting: int = 0, running: int = 0) -> EngineStats:
         """What is held and was moved so far; so many requests wait and run."""
+        self.settle()
         offloaded, activations = self.cache.offloaded, self.activation_offload
         used, total = self._kv_blocks_by_tier()
         return EngineStats(

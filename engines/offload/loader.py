@@ -22,7 +22,7 @@ from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.fused_norms import fuse_rms_norms
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
-from engines.offload.scheduler import steady_blocks
+from engines.offload.prefill_budget import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
 from engines.offload.weights.gemm import with_plain_panels

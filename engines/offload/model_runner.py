@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -11,13 +10,12 @@ import torch
 from engines.offload.executor import Executor
 from engines.offload.flight import Flight, Share
 from engines.offload.kernels import HostKernels
-from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
+from engines.offload.kv_cache.attention import AttentionContext
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.model.layer_products import PackedBatch
+from engines.offload.pass_forming import PassFormer
 from engines.offload.pass_model import PassModel
 from engines.offload.prefill_budget import PrefillBudget, job_budget
-from engines.offload.scheduled_chunk import ScheduledChunk, logits_indices, split
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -27,7 +25,7 @@ S = TypeVar("S", Generation, Scoring)
 
 
 class ModelRunner:
-    """The `loaded` model at work: schedules passes, packs their batches, hands each sequence its logits.
+    """The `loaded` model at work: has passes formed and run, hands each sequence its logits.
 
     `kernels` end with it, before any weight goes: a late thread of their pool may still read one. `first_layer`: the
     model's number of the first layer that is loaded.
@@ -37,7 +35,7 @@ class ModelRunner:
         self.loaded = loaded
         self._kernels = kernels
         self._executor = Executor(loaded)
-        self._attention = AttentionContext(
+        attention = AttentionContext(
             cache=loaded.cache,
             kernel=loaded.attention,
             timeline=loaded.timeline,
@@ -47,6 +45,7 @@ class ModelRunner:
             hadamard=loaded.hadamard,
             first_layer=first_layer,
         )
+        self._former = PassFormer(loaded, attention, kernels.threads)
         self.pass_model = PassModel()
         self._busy = False
 
@@ -65,10 +64,12 @@ class ModelRunner:
     def one_run(self) -> Iterator[None]:
         """Lets the timeline tell of the passes from here on; keeps the counts of experts at the end."""
         timeline, before = self.loaded.timeline, self.loaded.counts.prefix_hit_tokens
+        self.loaded.settle()
         timeline.clear()
         try:
             yield
         finally:
+            self.loaded.settle()
             timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
             self.loaded.expert_counts.keep()
 
@@ -118,18 +119,16 @@ class ModelRunner:
         return self.end_pass(self.begin_pass(scheduler, clock), clock)
 
     def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
-        """Forms a pass."""
-        loaded, counts, began = self.loaded, self.loaded.counts, time.monotonic()
-        before = scheduler.shared_tokens, scheduler.preemptions
-        batches = [p for b in scheduler.next_pass(clock()) for p in split(b, loaded.policy.nano_count)]
-        counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
-        counts.preemptions += scheduler.preemptions - before[1]
-        if not batches:
+        """Forms a pass, where that was not done while the last one computed."""
+        began = time.monotonic()
+        flight = self._former.form(scheduler, clock())
+        flight.began_s = began
+        if not flight.batches:
             raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
-        for chunk in chain.from_iterable(batches):
+        for chunk in flight.chunks:
             if chunk.sequence.start_s < 0:
                 chunk.sequence.start_s = clock()
-        return Flight(scheduler, batches, began)
+        return flight
 
     def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         """Runs a pass that was begun; returns as `run_pass`."""
@@ -140,11 +139,10 @@ class ModelRunner:
             self._reset()
             raise
         seconds = time.monotonic() - flight.began_s
-        rows = sum(chunk.count for batch in flight.batches for chunk in batch)
         counts.passes += 1
-        counts.rows += rows
+        counts.rows += flight.rows
         counts.pass_s += seconds
-        self.pass_model.observe(rows, seconds)
+        self.pass_model.observe(flight.rows, seconds)
         return advanced
 
     def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
@@ -155,46 +153,29 @@ class ModelRunner:
         loaded, scheduler, batches = self.loaded, flight.scheduler, flight.batches
         entering = self._entering(flight)
         loaded.check_tables()
-        chunks = list(chain.from_iterable(batches))
-        loaded.cache.begin(batches)
+        counts = [[len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch] for batch in batches]
         with torch.inference_mode():
-            packed = [self._pack(batch, i, entering[i]) for i, batch in enumerate(batches)]
-            logits = self._executor.run(packed)
+            packed = self._former.pack(flight, entering)
+            loaded.timeline.begin_pass()
+            logits = self._executor.run(packed, lambda: self._former.look_ahead(flight, clock()))
             logits = [loaded.device.download(rows) for rows in logits]
-            loaded.counts.add_tasks(loaded.timeline.end_pass(sum(chunk.count for chunk in chunks)).tasks)
+            loaded.timeline.close_pass(flight.rows)
             now = clock()
             advanced = []
-            for batch, rows in zip(batches, logits, strict=True):
-                counts = [len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch]
-                for chunk, chunk_rows in zip(batch, torch.split(rows, counts), strict=True):
+            for batch, rows, each in zip(batches, logits, counts, strict=True):
+                for chunk, chunk_rows in zip(batch, torch.split(rows, each), strict=True):
                     sequence = chunk.sequence
-                    sequence.cached += chunk.count
-                    generated = len(sequence.times)
                     done = sequence.consume(chunk_rows, now)
-                    if done:
+                    if done and sequence.steps_left:  # without, it has left already
                         scheduler.finish(sequence)
-                    if done or len(sequence.times) > generated:
+                    if sequence in flight.generating:
                         advanced.append((sequence, done))
+        if scheduler.next_arrival_s is None:
+            loaded.timeline.rest()
         return advanced
 
-    def _pack(self, batch: Sequence[ScheduledChunk[S]], number: int, entering: torch.Tensor | None) -> PackedBatch:
-        ids: list[int] = []
-        positions: list[int] = []
-        for chunk in batch:
-            sequence, start = chunk.sequence, chunk.cached
-            ids += sequence.tokens[start : start + chunk.count]
-            positions += range(start, start + chunk.count)
-        upload = self.loaded.device.upload
-        return PackedBatch(
-            torch.tensor(ids),
-            upload(torch.tensor(positions)),
-            upload(torch.tensor(logits_indices(batch), dtype=torch.long)),
-            PackedAttention(self._attention, batch, number),
-            entering,
-        )
-
     def _reset(self) -> None:
-        """Recovers from a failed pass, whose KV blocks the prefix cache already lists as filled."""
+        """Recovers from a failed pass, whose KV blocks the prefix cache may list as filled."""
         loaded = self.loaded
         if loaded.cache.host_attention is not None:
             loaded.cache.host_attention.settle()

@@ -46,6 +46,12 @@ class PrefillBudget:
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
+def steady_blocks(policy: OffloadPolicy) -> int:
+    """How many blocks of requests a measurement needs until its throughput no longer changes: after four the start and
+    end of a sweep hardly affect it."""
+    return 4 if policy.schedule == "sweep" else 1
+
+
 def make_scheduler(
     sequences: Iterable[S],
     cache: BlockManager,
@@ -111,24 +117,11 @@ def search_prefill_budget(
             if not chunks:
                 break
             time += max(balance_rows, sum(chunk.count for chunk in chunks))
-            for chunk in chunks:
-                if chunk.sequence.advance(chunk.count, time):
-                    done += 1
-                    if not chunk.sequence.steps_left:
-                        scheduler.finish(chunk.sequence)
+            done += len(scheduler.advance(chunks, time))
         return done / max(1, time)
 
     return max(budgets, key=pace)
 
 
 class SimulatedSequence(ActiveSequence):
-    """A sequence whose generated tokens are zeros."""
-
-    def advance(self, count: int, now: float) -> bool:
-        """Caches `count` more tokens, computed by `now`; returns whether they generate one."""
-        self.cached += count
-        if self.cached < len(self.tokens):
-            return False
-        self.tokens.append(0)
-        self.times.append(now)
-        return True
+    """A sequence whose generated tokens stay zeros."""

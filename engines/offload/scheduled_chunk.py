@@ -1,5 +1,6 @@
 """What a pass takes of a sequence: its tokens and steps, the chunk of them that is scheduled, the rows it may have."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,7 +11,8 @@ from engines.offload.memory.kv_blocks import blocks_for
 class ActiveSequence:
     """Known tokens, the first `cached` of which have keys and values in the KV blocks of `block_table`.
 
-    It generates up to `steps` tokens, one in each pass that reaches its last known token, at `times`.
+    It generates up to `steps` tokens, one in each pass that reaches its last known token, at `times`. Such a token has
+    its place, as a zero, as soon as the sequence has advanced, and its value once the pass's logits are there.
     """
 
     def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
@@ -38,6 +40,15 @@ class ActiveSequence:
         """How many of its first tokens may be taken from another sequence's cached blocks. The last token gives the
         next, and no row is computed alone: see `prompt_rows`."""
         return max(0, len(self.tokens) - 2)
+
+    def advance(self, count: int, now_s: float = math.nan) -> bool:
+        """Its next `count` tokens are cached. Returns whether they generate one, at `now_s`."""
+        self.cached += count
+        if self.cached < len(self.tokens):
+            return False
+        self.tokens.append(0)
+        self.times.append(now_s)
+        return True
 
     def reset(self) -> None:
         """After preemption: all known tokens, generated ones too, will be computed again."""
@@ -68,6 +79,11 @@ class ScheduledChunk(Generic[S]):
     def block_table(self) -> Sequence[int]:
         """The sequence's KV blocks, in order."""
         return self.sequence.block_table
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens that it computes."""
+        return self.sequence.tokens[self.cached : self.cached + self.count]
 
     @property
     def missing_blocks(self) -> int:
@@ -112,7 +128,7 @@ class Room:
         if self._logits is not None:
             fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - self._logits))
             if fitting < count:  # no single rows of a prompt, as in `prompt_rows`
-                fitting -= missing - fitting == 1
+                fitting -= 0 < fitting == missing - 1
                 count = 0 if fitting == 1 < missing else fitting
             self._logits -= len(sequence.logits_positions(count))
         self.prompt_rows -= 0 if decodes else count

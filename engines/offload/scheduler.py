@@ -1,5 +1,6 @@
 """Forms passes within the KV cache: blocks of sequences in step (row, zigzag) or continuous batching (sweep)."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,19 +12,13 @@ from engines.offload.kv_cache.block_hashes import extend_block_hashes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.scheduled_chunk import ActiveSequence, Room, ScheduledChunk
-from harness.api import OffloadPolicy
 
 S = TypeVar("S", bound=ActiveSequence)
 
 
-def steady_blocks(policy: OffloadPolicy) -> int:
-    """How many blocks of requests a measurement needs until its throughput no longer changes: after four the start and
-    end of a sweep hardly affect it."""
-    return 4 if policy.schedule == "sweep" else 1
-
-
 class Scheduler(ABC, Generic[S]):
-    """Forms passes. `next_pass` allocates the KV blocks of its chunks; `finish` frees a sequence's blocks.
+    """Forms passes. `next_pass` allocates the KV blocks of its chunks, `advance` ends it; `finish` frees a sequence's
+    blocks. `changes` counts the sequences that came and went: as long as it stays, so does the next pass.
 
     A sequence whose prefix is cached starts with the cached blocks. `shared_tokens` counts the prompt tokens that this
     saves, `preemptions` how often a running sequence lost its blocks to an older one. `waiting` sequences are not
@@ -32,13 +27,9 @@ class Scheduler(ABC, Generic[S]):
     """
 
     def __init__(
-        self,
-        waiting: Iterable[S],
-        cache: BlockManager,
-        size: int,
-        max_logits: int | None,
+        self, waiting: Iterable[S], cache: BlockManager, size: int, max_logits: int | None,
         average: AverageLength | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         # a stable sort: sequences that arrive together keep their order
         self.waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
         #: Admitted sequences, oldest first, and the cached blocks that each was admitted with.
@@ -49,7 +40,7 @@ class Scheduler(ABC, Generic[S]):
         self._max_logits = max_logits
         self._average = average
         self._preempted: set[S] = set()  # at least once
-        self.shared_tokens = self.preemptions = 0
+        self.shared_tokens = self.preemptions = self.changes = 0
 
     @property
     def next_arrival_s(self) -> float | None:
@@ -59,19 +50,35 @@ class Scheduler(ABC, Generic[S]):
         return self.waiting[0].arrival_s if self.waiting else None
 
     @abstractmethod
-    def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        """The batches of the next pass; empty if no sequence has arrived or none gets the blocks it needs."""
+    def next_pass(self, now_s: float, ahead: bool = False) -> list[list[ScheduledChunk[S]]]:
+        """The batches of the next pass; empty if no sequence has arrived or none gets the blocks it needs. `ahead`: the
+        last pass's tokens are not known yet; empty too if a sequence would be preempted, as another may have ended."""
+
+    def advance(self, chunks: Iterable[ScheduledChunk[S]], now_s: float = math.nan) -> list[S]:
+        """The pass of these chunks is computed: later sequences find the blocks that it has filled, and those that have
+        taken all their steps are finished. Returns the sequences that generate a token, at `now_s`."""
+        generating = []
+        for chunk in chunks:
+            self._cache_full_blocks(chunk)
+            if chunk.sequence.advance(chunk.count, now_s):
+                generating.append(chunk.sequence)
+                if not chunk.sequence.steps_left:
+                    self.finish(chunk.sequence)
+        return generating
 
     def submit(self, sequence: S) -> None:
         """Queues a sequence that has arrived, behind those that wait."""
+        self.changes += 1
         self.waiting.append(sequence)
 
     def finish(self, sequence: S) -> None:
-        """Removes a running or waiting sequence and frees its blocks."""
-        if self.running.pop(sequence, None) is None:
+        """Removes a sequence that runs or waits and frees its blocks. Idempotent."""
+        self.changes += 1
+        if self.running.pop(sequence, None) is not None:
+            if self._average is not None:
+                self._average.observe(sequence)
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        elif self._average is not None:
-            self._average.observe(sequence)
         self._forget(sequence)
         self._preempted.discard(sequence)
 
@@ -113,7 +120,9 @@ class Scheduler(ABC, Generic[S]):
             return sequence.steps_left
         return self._average.steps_left(sequence)
 
-    def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
+    def _allocate_blocks(
+        self, batches: Sequence[Sequence[ScheduledChunk[S]]], ahead: bool
+    ) -> list[list[ScheduledChunk[S]]]:
         """Allocates blocks for the tokens of each chunk; returns the chunks that can be computed.
 
         Prompts that take several passes, or sequences longer than the average, can exceed the predicted peak. Then the
@@ -124,6 +133,8 @@ class Scheduler(ABC, Generic[S]):
                 continue
             missing = chunk.missing_blocks
             while missing > self._cache.num_free_blocks:
+                if ahead:
+                    return []
                 youngest = next(reversed(self.running))
                 if youngest is chunk.sequence:
                     break
@@ -131,12 +142,9 @@ class Scheduler(ABC, Generic[S]):
             if 0 < missing <= self._cache.num_free_blocks:
                 chunk.sequence.block_table += self._cache.allocate(missing)
         ready = [[c for c in batch if c.sequence in self.running and c.missing_blocks <= 0] for batch in batches]
-        for chunk in chain.from_iterable(ready):
-            self._cache_full_blocks(chunk)
         return [batch for batch in ready if batch]
 
     def _cache_full_blocks(self, chunk: ScheduledChunk[S]) -> None:
-        """Lets later sequences find the blocks that this pass fills."""
         sequence, first, end = chunk.sequence, chunk.cached // BLOCK_SIZE, chunk.cached + chunk.count
         if first == end // BLOCK_SIZE:
             return
@@ -176,14 +184,16 @@ class BlockScheduler(Scheduler[S]):
         self._prefill_chunk = prefill_chunk
         self._block: list[list[S]] = []
 
-    def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
+    def next_pass(self, now_s: float, ahead: bool = False) -> list[list[ScheduledChunk[S]]]:
         if not self.running:
+            if ahead:  # whoever comes until the block starts may still be in it
+                return []
             while len(self.running) < self._size * self._batches and self.admit(now_s):
                 pass
             running = list(self.running)
             self._block = [running[i : i + self._size] for i in range(0, len(running), self._size)]
         alive = [[s for s in batch if s in self.running] for batch in self._block]
-        return self._allocate_blocks([self._chunks(batch) for batch in alive])
+        return self._allocate_blocks([self._chunks(batch) for batch in alive], ahead)
 
     def _chunks(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
         """A token of each sequence that decodes, and up to `prefill_chunk` prompt tokens of the others."""
@@ -204,7 +214,7 @@ class ContinuousScheduler(Scheduler[S]):
         super().__init__(waiting, cache, size, max_logits, average)
         self._budget = budget
 
-    def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
+    def next_pass(self, now_s: float, ahead: bool = False) -> list[list[ScheduledChunk[S]]]:
         chunks = [ScheduledChunk(s, 1) for s in self.running if s.missing == 1]
         logits = None if self._max_logits is None else max(0, self._max_logits - len(chunks))
         room = Room(self._budget(len(chunks)), logits)
@@ -213,7 +223,7 @@ class ContinuousScheduler(Scheduler[S]):
                 chunks.append(ScheduledChunk(sequence, count))
             if not count or not room.prompt_rows:
                 break
-        return self._allocate_blocks([chunks])
+        return self._allocate_blocks([chunks], ahead)
 
     def _prompts(self, now_s: float) -> Iterable[S]:
         """Sequences whose prompts are not cached: running ones, then new ones as long as they are admitted."""

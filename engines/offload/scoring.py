@@ -36,14 +36,15 @@ class Scoring(ActiveSequence):
         return range(max(self._first, self.cached), max(self._first, self.cached + count))
 
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
-        """Takes the logits [logits positions, vocab] of a pass; returns whether it was the last."""
+        """Takes the logits [logits positions, vocab] of a pass in which it has advanced; returns whether it was the
+        last."""
         for rows in torch.split(logits, _ROWS):
             target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(rows)])
             log_probs = torch.log_softmax(rows.float(), dim=-1)
             self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
             self._greedy &= bool((rows.argmax(dim=-1) == target).all())
             self._position += len(rows)
-        return self.cached == len(self.tokens)
+        return not self.steps_left
 
     def result(self) -> Score:
         """The finished score."""

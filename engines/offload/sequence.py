@@ -51,8 +51,8 @@ class Generation(ActiveSequence):
         if scored == len(logits):
             return False
         allowed = self._constraint.allowed()[None] if self._constraint else None
-        self.tokens.append(self._sampler.token(logits[scored:], len(self.times), allowed))
-        self.times.append(now_s)
+        self.tokens[-1] = self._sampler.token(logits[scored:], len(self.times) - 1, allowed)
+        self.times[-1] = now_s
         generated = self.tokens[len(self.request.prompt) :]
         self._reason = sampling.finish_reason(self.request.sampling, generated, self._eos, self._decode)
         if self._constraint and self._reason is None:

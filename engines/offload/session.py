@@ -97,6 +97,8 @@ class Session:
             except BaseException:
                 self.close()
                 raise
+        else:
+            self._runner.loaded.timeline.rest()
         return events
 
     def finish(self) -> list[Event]:

@@ -25,6 +25,10 @@ _SHORTEST_S = 1e-4
 _GAP_S = 1e-3
 
 
+#: A span whose times may still be a device's stamps.
+_Untimed = tuple[str, str, Any, Any]
+
+
 class Span(NamedTuple):
     """Something that ran in a lane; times on the clock of `time.perf_counter`. A pass of one row has hundreds."""
 
@@ -36,12 +40,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class PassSums:
-    """What one pass adds to the sums of a timeline."""
+    """What one pass adds to the sums of a timeline. `compute_s`: from its first computation to its last one; `idle_s`:
+    before it and at its end, when nothing computed."""
 
     rows: int
     wait_s: float
     load_s: float
     tasks: Mapping[str, float]
+    compute_s: float
+    idle_s: float
 
 
 class Clock(Protocol):
@@ -69,12 +76,15 @@ class Timeline:
 
     def clear(self) -> None:
         """Forgets all passes."""
-        self._spans: list[tuple[str, str, Any, Any]] = []
+        self._spans: list[_Untimed] = []
+        self._idle_s = 0.0
+        self._computed_s: float | None = None  # when the last pass had its logits, if somebody waits for the next one
+        self._closed: list[tuple[int, list[_Untimed], float]] = []  # passes: rows, spans, idle seconds
         self._most_rows = -1
         self._last: deque[Sequence[Span]] = deque(maxlen=self.under_way)
         self.kept: tuple[Span, ...] = ()
         self.passes = self.rows = self.shared_tokens = 0
-        self.wait_s = self.load_s = 0.0
+        self.wait_s = self.load_s = self.compute_s = self.idle_s = 0.0
         self.tasks: dict[str, float] = {}
 
     def now(self) -> Any:
@@ -85,9 +95,36 @@ class Timeline:
         """Adds a span; times are of `time.perf_counter` or of `now`."""
         self._spans.append((lane, name, start, end))
 
+    def begin_pass(self) -> None:
+        """Computing begins. Since the last pass nothing computed, though somebody waited unless `rest` was called."""
+        if self._computed_s is not None:
+            self.add_idle(time.perf_counter() - self._computed_s)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nobody waits for the next pass."""
+        self._computed_s = None
+
+    def add_idle(self, seconds: float) -> None:
+        """For so long nothing computed, before this pass or at its end."""
+        self._idle_s += seconds
+
+    def close_pass(self, rows: int) -> None:
+        """A pass of `rows` tokens has computed its logits. `settle` sums it up, when there is time."""
+        self._closed.append((rows, self._spans, self._idle_s))
+        self._spans, self._idle_s, self._computed_s = [], 0.0, time.perf_counter()
+
+    def settle(self) -> list[PassSums]:
+        """Sums up the passes that were closed; the one with the most rows, a later one among equals, is kept."""
+        closed, self._closed = self._closed, []
+        return [self._sum_up(*each) for each in closed]
+
     def end_pass(self, rows: int) -> PassSums:
-        """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
-        untimed, self._spans = self._spans, []  # before timing, which may wait while threads add spans of the next pass
+        """Closes a pass of `rows` tokens and sums it up."""
+        self.close_pass(rows)
+        return self.settle()[-1]
+
+    def _sum_up(self, rows: int, untimed: Sequence[_Untimed], idle_s: float) -> PassSums:
         spans = self._timed(untimed)
         self._last.append(spans)
         if rows >= self._most_rows:
@@ -96,16 +133,19 @@ class Timeline:
         lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
         for span in spans:
             lanes[span.lane].append(span)
+        first, last = _window(lanes["compute"])
         sums = PassSums(
             rows,
             sum(s.end_s - s.start_s for s in lanes["wait"] if s.name != STAGE_BEFORE),
             union_length((s.start_s, s.end_s) for s in [*lanes["load"], *lanes["cache"]]),
             {task: s for task, s in _tasks(lanes).items() if self._clock is None or task in _TIMED},
+            last - first,
+            idle_s,
         )
         self.count(sums)
         return sums
 
-    def _timed(self, spans: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
+    def _timed(self, spans: Sequence[_Untimed]) -> list[Span]:
         if self._clock is None:
             return [*map(Span._make, spans)]
         stamps = [t for span in spans for t in span[2:] if not isinstance(t, float)]
@@ -121,13 +161,15 @@ class Timeline:
         self.rows += sums.rows
         self.wait_s += sums.wait_s
         self.load_s += sums.load_s
+        self.compute_s += sums.compute_s
+        self.idle_s += sums.idle_s
         for task, seconds in sums.tasks.items():
             self.tasks[task] = self.tasks.get(task, 0.0) + seconds
 
     @property
     def window(self) -> tuple[float, float]:
         """When the first kept span began and the last one ended."""
-        return min((s.start_s for s in self.kept), default=0.0), max((s.end_s for s in self.kept), default=0.0)
+        return _window(self.kept)
 
     def trace(self) -> EngineTrace:
         """Sums over all passes, and the kept pass with neighbouring spans of one name merged."""
@@ -137,6 +179,8 @@ class Timeline:
             "shared_prompt_tokens": float(self.shared_tokens),
             **{f"{task}_s": seconds for task, seconds in self.tasks.items()},
         }
+        if self.idle_s:
+            metrics |= {"between_passes_s": self.idle_s, "between_passes_share": self.idle_s / self.compute_s}
         if self._clock is None:
             metrics |= {"disk_busy_s": self.load_s, "disk_wait_s": self.wait_s}
             if self.load_s:
@@ -144,6 +188,10 @@ class Timeline:
         merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
         origin, _ = self.window
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
+
+
+def _window(spans: Sequence[Span]) -> tuple[float, float]:
+    return min((s.start_s for s in spans), default=0.0), max((s.end_s for s in spans), default=0.0)
 
 
 def _tasks(lanes: Mapping[str, Sequence[Span]]) -> dict[str, float]:

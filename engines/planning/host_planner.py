@@ -12,8 +12,7 @@ from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
 from engines.offload.memory.pass_time import PassRates
 from engines.offload.memory.storage import WeightStorage, panels_of, storages, weight_formats
-from engines.offload.prefill_budget import SimulatedSequence
-from engines.offload.scheduler import steady_blocks
+from engines.offload.prefill_budget import SimulatedSequence, steady_blocks
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, bound, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine, attention_rate

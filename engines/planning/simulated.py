@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from engines.offload.scheduler import steady_blocks
+from engines.offload.prefill_budget import steady_blocks
 from engines.planning.accuracy_costs import accuracy_cost
 from engines.planning.closed_form_planner import Prediction, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model

@@ -132,9 +132,7 @@ class Simulator:
             if not batches:
                 raise HarnessError("no sequence can go on: the cache is too small for what was let in")
             self._pass(batches)
-            for chunk in (c for batch in batches for c in batch):
-                if chunk.sequence.advance(chunk.count, self._now) and not chunk.sequence.steps_left:
-                    scheduler.finish(chunk.sequence)
+            scheduler.advance((chunk for batch in batches for chunk in batch), self._now)
         self.timeline.shared_tokens = scheduler.shared_tokens
 
     def _pass(self, batches: Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]) -> None:

@@ -69,7 +69,8 @@ class OnlineStats:
     those that the engine has). `prefix_hit_tokens`: prompt tokens that were not computed since a cache had their keys
     and values. `preemptions`: how often a running request lost its KV blocks to an older one. `pass_s`: seconds that
     all `passes` took together, for `rows` tokens, and `task_s` by what was at work, as far as the engine knows; tasks
-    overlap. `kv_store`: where the engine has one.
+    overlap. `between_passes_s`: seconds between two passes in which nothing computed, though a request waited.
+    `kv_store`: where the engine has one.
     """
 
     waiting: int
@@ -83,6 +84,7 @@ class OnlineStats:
     kv_store: KVStoreStats | None = None
     rows: int = 0
     task_s: Mapping[str, float] = field(default_factory=dict)
+    between_passes_s: float = 0.0
 
 
 @runtime_checkable

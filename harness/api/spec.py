@@ -44,7 +44,8 @@ class OffloadPolicy:
     model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
     `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
     between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks that hold a part of every matrix
-    each instead, and add up their products.
+    each instead, and add up their products. With `async_scheduling` a pass is formed while the one before computes,
+    where the engine gains by it.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -72,6 +73,7 @@ class OffloadPolicy:
     pipeline: int = 1
     wire_bits: Literal[8] | None = None
     tensor: int = 1
+    async_scheduling: bool = True
 
     @property
     def ranks(self) -> int:
@@ -237,6 +239,7 @@ class RunSpec:
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,
+            "async_scheduling": True,
         },
         "limits": {"disk_bandwidth": None},
     }  # fmt: skip

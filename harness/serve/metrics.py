@@ -33,6 +33,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("harness_passes", "Passes over the model.", stats.passes)
         yield CounterMetricFamily("harness_pass_rows", "Tokens of all passes.", stats.rows)
         yield CounterMetricFamily("harness_pass_seconds", "Seconds of all passes.", stats.pass_s)
+        between = "Seconds between passes in which nothing computed."
+        yield CounterMetricFamily("harness_between_passes_seconds", between, stats.between_passes_s)
         tasks = CounterMetricFamily("harness_task_seconds", "Seconds of passes by what was at work.", labels=("task",))
         for task, seconds in stats.task_s.items():
             tasks.add_metric((task,), seconds)

@@ -53,6 +53,7 @@ def status_of(served: Served, batches: Batches | None) -> dict[str, Any]:
         "passes": stats.passes,
         "rows": stats.rows,
         "pass_s": stats.pass_s,
+        "between_passes_s": stats.between_passes_s,
         "task_s": stats.task_s,
         "kv_blocks": {
             tier: {"used": stats.kv_blocks_used[tier], "total": total} for tier, total in stats.kv_blocks_total.items()

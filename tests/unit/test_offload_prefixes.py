@@ -62,10 +62,10 @@ def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference, monkeyp
     requests = few_shot(4)
     run, passes = Executor.run, iter(range(100))
 
-    def failing(executor, batches):
+    def failing(*arguments):
         if next(passes) == 1:
             raise HarnessError("the disk is gone")
-        return run(executor, batches)
+        return run(*arguments)
 
     monkeypatch.setattr(Executor, "run", failing)
     with pytest.raises(HarnessError, match="the disk is gone"):

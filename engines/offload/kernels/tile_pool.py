@@ -159,6 +159,11 @@ class PanelProduct:
         """Whether tile number `tile`, in the order of `add`, is done."""
         return self._handle is None or bool(self._pool.is_done(self._handle, tile))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last tile that was added is done."""
+        return not self._tiles or self.is_done(self._tiles - 1)
+
     def wait(self) -> None:
         """Computes, with the other threads, until all tiles that were added are done."""
         if self._handle is not None:

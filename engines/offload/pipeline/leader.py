@@ -141,7 +141,8 @@ class PipelineRunner(ModelRunner):
             raise HarnessError("a rank was lost: load the model again")
         began = time.perf_counter()
         flight = super().begin_pass(scheduler, clock)
-        message = PassMessage(flight.batches, _ids(flight), [logits_indices(batch) for batch in flight.batches])
+        ids = [token for chunk in flight.chunks for token in chunk.tokens]
+        message = PassMessage(flight.batches, ids, [logits_indices(batch) for batch in flight.batches])
         formed = time.perf_counter()
         with self._naming():
             self._links.announce(What.PASS, message.encoded())
@@ -157,6 +158,7 @@ class PipelineRunner(ModelRunner):
 
     def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
         loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
+        loaded.timeline.rest()  # other ranks compute
         began = time.perf_counter()
         hidden = self._back()
         self._entered = time.perf_counter()
@@ -303,8 +305,3 @@ def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostK
     if len(known) < len(told):
         return replace(equal, note=f"equal stages, as the disk of rank {told.index(None)} could not be measured")
     return timed_stages(times, rank_rates(ranks.machines, known, request))
-
-
-def _ids(flight: Flight[S]) -> list[int]:
-    """The tokens of a pass."""
-    return [t for b in flight.batches for c in b for t in c.sequence.tokens[c.cached : c.cached + c.count]]

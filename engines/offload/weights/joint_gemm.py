@@ -26,7 +26,7 @@ class GemmRequest:
 @dataclass(frozen=True)
 class ResidentRun:
     """Resident tiles that follow each other in matrices with one input, ready for a pool: by matrix, those from row
-    `start` on. `whole`: they are all the tiles of these matrices."""
+    `start` on. `whole`: they are all the tiles of these matrices, and multiplied in one call."""
 
     parts: Sequence[tuple[str, int, PanelTiles]]
     whole: bool
@@ -114,6 +114,11 @@ class JointGemm:
         """Whether the tile that was added as number `number` is no longer needed."""
         return self._product is None or self._product.is_done(number)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether threads multiply tiles that were added."""
+        return self._product is not None and not self._product.is_complete
+
     def wait(self) -> None:
         """Returns when all tiles that were added are done."""
         if self._product is not None:
@@ -140,7 +145,8 @@ def resident_runs(
     gemms: Mapping[WeightStorage, GemmBackend],
 ) -> dict[int, ResidentRun]:
     """What a pool multiplies in one call: by their first one's index, `resident` tiles (bytes by index) that follow
-    each other. `spans`: the tiles of matrices with one input. Nothing where matrices are multiplied otherwise."""
+    each other. `spans`: the tiles of matrices with one input. Nothing where matrices are multiplied otherwise. The last
+    ones are not `whole`: the caller has something to do while a pass's last product runs."""
     runs = {}
     for span in spans:
         backend = gemms[tiles[span.start].stored]
@@ -148,7 +154,8 @@ def resident_runs(
             if is_resident:
                 run = [tiles[i] for i in indices]
                 parts = [_part(list(part), resident, backend) for _, part in itertools.groupby(run, _matrix)]
-                runs[run[0].index] = ResidentRun(parts, whole=len(run) == len(span))
+                whole = len(run) == len(span) and span != spans[-1]
+                runs[run[0].index] = ResidentRun(parts, whole)
     return runs
 
 

@@ -43,17 +43,19 @@ def relay(ports: Mapping[bytes, socket.socket], delay_s: float, until: int) -> N
     order, until the descriptor `until` can be read."""
     waiting: deque[tuple[float, list[socket.socket], bytes]] = deque()
     sources = list(ports.values())
+    watched: list[socket.socket | int] = [*sources, until]
     buffer = memoryview(bytearray(_LONGEST))
     for port in sources:
         port.setblocking(False)
     while True:
         patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         # select's timeout has microseconds, that of epoll milliseconds
-        readable, _, _ = select.select([*sources, until], [], [], patience)
+        readable, _, _ = select.select(watched, [], [], patience)
         if until in readable:
             return
-        for port in readable:
-            _take(port, ports, buffer, time.monotonic() + delay_s, waiting)
+        for port in sources:
+            if port in readable:
+                _take(port, ports, buffer, time.monotonic() + delay_s, waiting)
         while waiting and waiting[0][0] <= time.monotonic():
             _, targets, frame = waiting.popleft()
             for target in targets:

@@ -178,7 +178,7 @@ NOT_BUILT = {
     "tensorrt_llm": ("TensorRT-LLM, for NVIDIA devices", _BY_SERVER),
     "petals": (
         "collaborative inference over slow links",
-        "installs only beside old packages (transformers < 4.35, pydantic < 2); nothing here stands in for it",
+        "installs only beside old packages (transformers < 4.35, pydantic < 2); suite network has our ranks instead",
     ),
 }
 

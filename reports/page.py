@@ -12,6 +12,7 @@ from reports.answer import OVERVIEW, Answer, answer_of
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
 from reports.environment import machines
 from reports.latency import pareto_panel, spread_panels
+from reports.links import links_section
 from reports.machine import machine_words
 from reports.power import power_table
 from reports.published import published_table
@@ -47,6 +48,7 @@ def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
             {"title": title, "answer": answers[title]} | _workload(group, runs, f"cell-{i}")
             for i, (title, group) in enumerate(groups.items(), 1)
         ],
+        "links": links_section(runs),
         "trends": trends,
         "failures": sections.failures(rows),
         "logs": [(row.name, tail) for row in rows if (tail := _log_tail(row, runs))],

@@ -93,6 +93,7 @@ from harness.api.spec import (
     HardwareRequirements,
     ModelSpec,
     OffloadPolicy,
+    RankLink,
     RunSpec,
     SuiteSpec,
 )

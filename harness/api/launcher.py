@@ -10,7 +10,7 @@ from harness.api.engine import LoadReport, Score, TraceEvent
 from harness.api.machine import LocalModel
 from harness.api.record import Accuracy, Measurement, MemoryLimit, RequestTrace
 from harness.api.serving import ServedRate
-from harness.api.spec import ModelSpec, RunSpec
+from harness.api.spec import ModelSpec, RankLink, RunSpec
 
 #: Receives progress: the phase (startup, load, warmup or generate), and the tokens done and expected so far.
 EventSink = Callable[[str, int, int], None]
@@ -138,7 +138,8 @@ class WorkerResult:
 class Outcome:
     """How a worker ended: the evidence. `result` is None where the worker did not live to write one.
 
-    `refusal`: the worker was never started, or its end is known from elsewhere than from the worker.
+    `refusal`: the worker was never started, or its end is known from elsewhere than from the worker. `measurements`: of
+    the sandbox, before the worker was started.
     """
 
     result: WorkerResult | None
@@ -150,6 +151,7 @@ class Outcome:
     counts_page_cache: bool = False
     log_tail: str = "(none)"
     refusal: Refusal | None = None
+    measurements: tuple[Measurement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class WorkerRequest:
     """Work for one worker and its limits: seconds, bytes of host memory, CPU threads, and whether it sees a device.
 
     `env`: environment variables beside those that every worker has. `ranks`: processes that the memory is divided
-    over, the worker's own and those that its engine starts.
+    over, the worker's own and those that its engine starts. `link`: what connects these; None for the host's own.
     """
 
     work: Work
@@ -178,6 +180,7 @@ class WorkerRequest:
     gpu: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
+    link: RankLink | None = None
 
 
 class Sandbox(Protocol):

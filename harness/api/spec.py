@@ -151,9 +151,21 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
+class RankLink:
+    """What connects the ranks of a launch: the bits/s that each can send, None for no limit, and the seconds from one
+    to another."""
+
+    rate: int | None
+    delay_s: float
+
+
+@dataclass(frozen=True)
 class HardwareLimits:
     """Limits on a launch: bytes of memory, threads, and bytes/s of the disk. None is no limit. Host memory includes the
-    page cache."""
+    page cache.
+
+    `link_rate` and `link_delay_s`: bits/s and seconds of the links between ranks; None for both: the host's own.
+    """
 
     __pydantic_config__ = FORBID
 
@@ -161,6 +173,15 @@ class HardwareLimits:
     host_memory: int | None = None
     threads: int | None = None
     disk_bandwidth: int | None = None
+    link_rate: int | None = None
+    link_delay_s: float | None = None
+
+    @property
+    def link(self) -> RankLink | None:
+        """The link of each rank to the others; None where the host's own connects them."""
+        if self.link_rate is None and self.link_delay_s is None:
+            return None
+        return RankLink(self.link_rate, self.link_delay_s or 0.0)
 
     @property
     def gpu(self) -> bool:
@@ -241,7 +262,7 @@ class RunSpec:
             "nano_overlap": True,
             "async_scheduling": True,
         },
-        "limits": {"disk_bandwidth": None},
+        "limits": {"disk_bandwidth": None, "link_rate": None, "link_delay_s": None},
     }  # fmt: skip
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":

@@ -16,6 +16,8 @@ _SIZES = {
 }
 #: Of powers of a thousand.
 _PREFIXES = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
+#: Of a network, in bits per second.
+_RATES = {f"{prefix}bit": 1000**power for power, prefix in enumerate(("", "k", "M", "G"))}
 _DURATIONS: Mapping[str, int | Decimal] = {"ms": Decimal("0.001"), "s": 1, "min": 60, "h": 3600, "d": 86400}
 _QUANTITY = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?) ?([A-Za-z]{1,9})")
 
@@ -31,6 +33,11 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as `90s`, `20min` or `1.5h`. Raises HarnessError for other text."""
     return float(_quantity(text, _DURATIONS, "a duration such as 90s, 20min or 1h"))
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of a network's rate such as `100Mbit` or `1Gbit`. Raises HarnessError for other text."""
+    return int(_quantity(text, _RATES, "a rate such as 100Mbit or 1Gbit (per second)"))
 
 
 def rounded(value: float) -> str:

@@ -13,6 +13,7 @@ from harness import api, registry
 from harness.common.classify import classify
 from harness.hardware import provenance
 from harness.launchers.kept import KeptAnswers
+from harness.launchers.links.network import require_links
 from harness.launchers.memory import sweep_stale_groups
 from harness.launchers.process import ProcessSandbox
 from harness.launchers.protocol import EXIT_DISK_FULL
@@ -82,6 +83,8 @@ class CellLauncher:
     def _launch(self, request: api.LaunchRequest) -> api.LaunchResult:
         started_at = provenance.now()
         try:
+            if request.spec.limits.link is not None:
+                require_links()
             sandbox = self._sandbox(request.spec, request.exchange)
             idle = self._idle_bytes(sandbox, request) if request.spec.limits.host_memory is not None else 0
             questions = self._questions(request) if request.spec.workload.kind == "task" else None
@@ -115,6 +118,7 @@ class CellLauncher:
         measured = api.CellResult()
         if outcome.result and outcome.result.value is not None:
             measured = api.from_json(api.CellResult, outcome.result.value)
+        measured = replace(measured, measurements=(*outcome.measurements, *measured.measurements))
         return api.LaunchResult(
             status=refusal.status if refusal else "ok",
             reason=self.scrub(refusal.reason) if refusal else "",
@@ -204,7 +208,8 @@ class CellLauncher:
     ) -> api.WorkerRequest:
         limits, ranks = work.spec.limits, work.spec.policy.ranks
         env = engine_env(work.spec)
-        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, env, ranks)
+        link = limits.link if isinstance(work, api.RunCell) else None  # an idle engine has one rank
+        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, env, ranks, link)
 
     def _help(self, kind: type[T], work: api.Work, exchange: api.Exchange, failed: str) -> T:
         """What a helper's work gives, of type `kind`; see `_value`."""

@@ -1,16 +1,18 @@
-"""A worker as a process of this host, in a memory group, by any Python interpreter."""
+"""A worker as a process of this host, in a memory group and perhaps a network of its ranks, by any Python
+interpreter."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.api import Exchange, HarnessError, Outcome, RunSpec, WorkerRequest
+from harness.api import Exchange, HarnessError, Outcome, Refusal, RunSpec, WorkerRequest
 from harness.common.regular_file import open_regular
+from harness.launchers.links.network import Network, network
 from harness.launchers.memory import make_group
 from harness.launchers.protocol import WORKER
 from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
@@ -31,11 +33,24 @@ class ProcessSandbox:
         return {"environment": self.environment} if self.environment else {}
 
     def run(self, request: WorkerRequest) -> Outcome:
+        with ExitStack() as resources:
+            linked = None
+            if request.link is not None:
+                try:
+                    linked = resources.enter_context(network(request.link, request.ranks))
+                except Refusal as refusal:
+                    return Outcome(None, 0, refusal=refusal)
+            return self._run(request, linked)
+
+    def _run(self, request: WorkerRequest, linked: Network | None) -> Outcome:
         exchange, made = request.exchange, make_group(request.limit_bytes, request.ranks)
         with closing(made) as group, opened(request, os.getpid()) as log_start:
             # -P: a folder in the user's directory that is named like one of our packages must not shadow it
             command = [self.python, "-P", "-m", WORKER, str(exchange.folder)]
-            process = self._start(request, group.wrap(command), group.env)
+            env = group.env
+            if linked is not None:
+                command, env = linked.wrap(command), {**env, **linked.env}
+            process = self._start(request, group.wrap(command), env)
             try:
                 group.adopt(process.pid)
                 timed_out = watch(request, lambda: process.poll() is not None)
@@ -54,6 +69,7 @@ class ProcessSandbox:
                 group.method,
                 group.counts_page_cache,
                 log_tail(exchange.log, log_start),
+                measurements=linked.measurements if linked else (),
             )
 
     def _start(self, request: WorkerRequest, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:

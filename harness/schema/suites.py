@@ -13,7 +13,8 @@ from harness.suite.keys import Key, keys
 _SECTIONS = {"model": api.ModelSpec, "workload": api.WorkloadSpec, "policy": api.OffloadPolicy,
              "limits": api.HardwareLimits, "requires": api.HardwareRequirements}  # fmt: skip
 #: Fields whose keys in a suite have no unit in their names.
-_DURATIONS = {"timeout_s": "timeout", "latency_s": "latency", "duration_s": "duration", "think_s": "think_time"}
+_DURATIONS = {"timeout_s": "timeout", "latency_s": "latency", "duration_s": "duration", "think_s": "think_time",
+              "link_delay_s": "link_delay"}  # fmt: skip
 #: Fields of limits and requirements that are no sizes.
 _COUNTS_AND_NAMES = ("threads", "cores", "machine")
 _QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)? ?[A-Za-z]+$"}

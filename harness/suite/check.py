@@ -46,6 +46,8 @@ _CELL_RANGES = {
     "limits.device_memory": (1, MAX_SIZE),
     "limits.host_memory": (1, MAX_SIZE),
     "limits.disk_bandwidth": (1, MAX_SIZE),
+    "limits.link_rate": (100_000, 400_000_000_000),
+    "limits.link_delay_s": (0, 10),
 }
 _HEADER_RANGES = {f"requires.{field.name}": (0, MAX_SIZE) for field in fields(api.HardwareRequirements)}
 
@@ -64,7 +66,8 @@ _FIELDS = {
     "disk": api.Disk,
 }
 #: Fields whose keys in a suite have no unit in their names.
-_DURATIONS = {"timeout_s": "timeout", "latency_s": "latency", "duration_s": "duration", "think_s": "think_time"}
+_DURATIONS = {"timeout_s": "timeout", "latency_s": "latency", "duration_s": "duration", "think_s": "think_time",
+              "link_delay_s": "link_delay"}  # fmt: skip
 #: Those that a cell has, the ones whose names are most often meant first.
 _SECTIONS = ("limits", "policy", "workload", "model")
 _FRACTIONS = "three fractions (device, host, disk)"
@@ -99,6 +102,8 @@ _RUN_SPEC = TypeAdapter(api.RunSpec)
 _HARDWARE = TypeAdapter(api.HardwareProfile)
 _POLICY = TypeAdapter(api.OffloadPolicy)
 
+#: The launchers whose ranks can be in network namespaces.
+_LINKED = ("process", "venv")
 #: What is wrong with other environment variables in a cell.
 _OTHER_ENV = f"a cell can set variables that begin with {', '.join(ENV_PREFIXES)}"
 
@@ -170,7 +175,12 @@ def unknown_key(node: Node, key: str, known: Collection[str], where: str) -> str
 
 def dotted_key(key: str, sections: Collection[str]) -> str:
     """`did you mean 'limits.host_memory'?` for a key that stands inside one of the sections; empty if none does."""
-    inside = [(section, f.name) for section in sections if section in _FIELDS for f in fields(_FIELDS[section])]
+    inside = [
+        (section, _DURATIONS.get(f.name, f.name))
+        for section in sections
+        if section in _FIELDS
+        for f in fields(_FIELDS[section])
+    ]
     near = [f"{s}.{name}" for s, name in inside if name == key] or [
         f"{s}.{name}" for s, name in inside if min(len(key), len(name)) > 2 and (key in name or name in key)
     ]
@@ -265,6 +275,7 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
     for path, values in spec.candidates.items():
         yield "candidates", _candidate_problem(spec, path, values)
     yield from ((f"env.{name}", f"env.{name}: {_OTHER_ENV}") for name in spec.env if not is_settable(name))
+    yield from _link_problems(spec)
     if spec.image and spec.launcher != "docker":
         yield "image", "image goes with `launcher: docker`: other launchers use no image"
     if spec.environment and spec.launcher != "venv":
@@ -272,6 +283,18 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
     elif spec.environment and spec.environment not in (known := registry.environments()):
         yield "environment", f"unknown environment {shown(spec.environment)}; {nearest(spec.environment, known)}"
     yield "model.id", _model_problem(spec)
+
+
+def _link_problems(spec: api.RunSpec) -> Iterator[tuple[str, str]]:
+    """Where and why the links that a cell asks for cannot be; empty where they can."""
+    if spec.limits.link is None:
+        return
+    field = "link_delay_s" if spec.limits.link_rate is None else "link_rate"
+    path, keys = f"limits.{field}", "limits.link_rate and link_delay go with"
+    if spec.policy.ranks == 1:
+        yield path, f"{keys} `policy.pipeline` or `tensor` of 2 or more: one rank has nobody to send to"
+    if spec.launcher not in _LINKED:
+        yield path, f"{keys} `launcher: {' or '.join(_LINKED)}`: others make no links between ranks"
 
 
 def _model_problem(spec: api.RunSpec) -> str:

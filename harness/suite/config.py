@@ -27,7 +27,7 @@ from harness.api import (
     is_secret_option,
     without_logins,
 )
-from harness.common.units import parse_duration, parse_size
+from harness.common.units import parse_duration, parse_rate, parse_size
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
 from harness.suite.cell_names import Cell, find_twins, name_cells
@@ -41,6 +41,7 @@ _TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DURATIONS = ("timeout", "latency")
 _WORKLOAD_DURATIONS = {"duration": "duration_s", "think_time": "think_s"}
+_LIMIT_DURATIONS = {"link_delay": "link_delay_s"}
 _DEFAULTS = (
     *("engine", "options", "env", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune", "candidates"),
     *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image", "environment"),
@@ -205,7 +206,8 @@ def _layer(node: Node) -> Node:
         if key in node.entries:
             parts.append(_under(_in_unit(node.entries[key], parse_duration), f"{key}_s"))
     if "workload" in node.entries:
-        parts.append(_under(_workload(node.entries["workload"]), "workload"))
+        workload = _in_seconds(node.entries["workload"], "workload", _WORKLOAD_DURATIONS)
+        parts.append(_under(workload, "workload"))
     if "limits" in node.entries:
         parts.append(_under(_limits(node.entries["limits"]), "limits"))
     return replace(reduce(_joined, parts), at=node.at)
@@ -245,25 +247,27 @@ def _policy(policy: Node) -> list[Node]:
     return [_under(policy.without("max_batch"), "policy"), _under(tune, "tune")]
 
 
-def _workload(workload: Node) -> Node:
-    """A workload with its durations in seconds."""
-    if not isinstance(workload.value, dict):
-        return workload
+def _in_seconds(section: Node, name: str, durations: Mapping[str, str]) -> Node:
+    """A mapping called `name` with its `durations`, fields by key, in seconds."""
+    if not isinstance(section.value, dict):
+        return section
     entries = {}
-    for key, node in workload.entries.items():
-        if key in _WORKLOAD_DURATIONS.values():
-            raise HarnessError(suite_check.unknown_key(node, key, tuple(_WORKLOAD_DURATIONS), "workload"))
-        duration = key in _WORKLOAD_DURATIONS
-        entries[_WORKLOAD_DURATIONS.get(key, key)] = _in_unit(node, parse_duration) if duration else node
-    return replace(workload, value=entries)
+    for key, node in section.entries.items():
+        if key in durations.values():
+            raise HarnessError(suite_check.unknown_key(node, key, tuple(durations), name))
+        entries[durations.get(key, key)] = _in_unit(node, parse_duration) if key in durations else node
+    return replace(section, value=entries)
 
 
 def _limits(limits: Node) -> Node:
-    """Limits in bytes. `none` for all limits, or for a single limit, lifts what an earlier layer set."""
+    """Limits in bytes, bits per second and seconds. `none` for all limits, or for a single limit, lifts what an earlier
+    layer set."""
     if limits.value in (None, "none"):
         return replace(limits, value={f.name: replace(limits, value=None) for f in fields(HardwareLimits)})
     lifted = {key: replace(node, value=None) for key, node in limits.entries.items() if node.value == "none"}
-    return _in_bytes(limits.updated(lifted))
+    limits = _in_bytes(limits.updated(lifted))
+    rates = {key: _in_unit(node, parse_rate) for key, node in limits.only("link_rate").entries.items()}
+    return _in_seconds(limits.updated(rates), "limits", _LIMIT_DURATIONS)
 
 
 def _in_bytes(section: Node) -> Node:

@@ -1,6 +1,7 @@
 """Real engines through the real command line on a small random model: same tokens, real limits, real damage."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -144,3 +145,22 @@ def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model
     told = cli("plan", "--explain", cli.out)
     assert "row #0" in told.stdout
     assert "median error" in told.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="links between ranks need root and tc")
+def test_ranks_over_a_slow_link_answer_as_one_process(cli, model):
+    """Each token takes the way from rank 0 to rank 1 and back."""
+    run(cli, model, """
+  - {name: alone, engine: offload, reference: true}
+  - name: linked
+    engine: offload
+    policy: {pipeline: 2}
+    limits: {link_rate: 100Mbit, link_delay: 30ms}
+""")  # fmt: skip
+    found = cli.by_name()
+    assert [t.digest for t in found["linked"].requests] == [t.digest for t in found["alone"].requests]
+    delay, rate = (m for m in found["linked"].measurements if m.name.startswith("link_"))
+    assert min(delay.samples) >= 0.03 and 0 < rate.samples[0] < 110e6
+    assert found["linked"].metrics["tpot_p50_s"] >= 0.06
+    assert "link_delay_s" not in {m.name for m in found["alone"].measurements}
+    assert "### Slow links" in (cli.out / "report.md").read_text()

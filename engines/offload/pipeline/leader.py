@@ -42,7 +42,8 @@ from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
 from engines.offload.timeline import STAGE_BEFORE
-from harness.api import EngineTrace, HarnessError, TraceEvent
+from harness.api import EngineTrace, HarnessError, TraceEvent, UnsupportedError
+from harness.common.rank_network import is_linked
 
 S = TypeVar("S", Generation, Scoring)
 
@@ -249,6 +250,8 @@ def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units:
     """Loads a model on as many ranks as the policy has; `resources` end them. Raises as OffloadEngine.load does, naming
     the rank."""
     policy, threads = request.policy, torch.get_num_threads()
+    if request.limits.link is not None and (started_by_torchrun() or not is_linked()):
+        raise UnsupportedError("limits.link_rate and link_delay: only `harness run` makes links; leave them out")
     equal = _equal(request)  # raises for what cannot be divided, before any process is started
     if not (started_by_torchrun() or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.ranks)  # ranks that share this host share its cores

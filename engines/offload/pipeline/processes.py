@@ -28,6 +28,7 @@ from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, ToldRates
 from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
 from harness.common.rank_groups import in_own_group
+from harness.common.rank_network import in_own_namespace, leader_address
 
 #: How long ranks get to end when the leader has ended.
 _END_S = 10.0
@@ -94,7 +95,7 @@ def follow(
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if (port := os.environ.get(STORE)) is not None:
         _end_with_parent()
-        store: Any = TCPStore("127.0.0.1", int(port), count, is_master=False)
+        store: Any = TCPStore(leader_address(), int(port), count, is_master=False)
         store.set(f"ready/{rank}", "yes")
         store.wait(["join"], timedelta(seconds=START_S))
         _join(store, rank, count)
@@ -176,7 +177,8 @@ def _started(rank: int, count: int, port: int, threads: int) -> "subprocess.Pope
         "RANK": str(rank), "WORLD_SIZE": str(count), STORE: str(port), "OMP_NUM_THREADS": str(threads),
         "HARNESS_PIPELINE_PARENT": str(os.getpid()),
     }  # fmt: skip
-    return subprocess.Popen(in_own_group(rank, [sys.executable, "-P", "-m", "engines.offload.rank"]), env=environment)
+    command = in_own_namespace(rank, [sys.executable, "-P", "-m", "engines.offload.rank"])
+    return subprocess.Popen(in_own_group(rank, command), env=environment)
 
 
 def _end_with_parent() -> None:

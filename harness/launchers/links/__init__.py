@@ -1,0 +1,1 @@
+"""Links of a given rate and delay between the ranks of a launch: network namespaces on this host."""

@@ -16,7 +16,7 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import scaled
 from engines.planning.virtual_job import agreed_plan, run_job
-from engines.planning.virtual_pipeline import PipelineUse, Visit, VirtualLink, stage_use
+from engines.planning.virtual_pipeline import PipelineUse, VirtualLink, Visit, stage_use
 from harness.api import DTYPE_BYTES, EngineTrace, HardwareProfile, OffloadPolicy
 
 
@@ -50,9 +50,7 @@ class HostPipelinePlanner(HostPlanner):
         placed = self._placed_stages(policy)
         on_disk = sum(one.streamed_bytes for one in placed) / sum(tile.nbytes for one in placed for tile in one.tiles)
         last = self._stages[-1].with_fractions(_of_rank(policy))
-        complete = replace(
-            policy, weights=(0.0, 1 - on_disk, on_disk), cache=last.cache, activations=last.activations
-        )
+        complete = replace(policy, weights=(0.0, 1 - on_disk, on_disk), cache=last.cache, activations=last.activations)
         self._asked[complete] = self._asked.get(policy, policy)
         return complete
 

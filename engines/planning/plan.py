@@ -13,8 +13,8 @@ from engines.planning.engine_cost_models import EngineCostModel, engine_cost_mod
 from engines.planning.host_planner import HostPlanner
 from engines.planning.measured_usage import measured_usage
 from engines.planning.nanoflow import planned_pass
-from engines.planning.planners import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.prediction_errors import prediction_error
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
 from engines.planning.thread_control import allot, policy_threads

@@ -16,8 +16,8 @@ from engines.models.shapes import shape
 from engines.planning import nanoflow
 from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_models
-from engines.planning.planners import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule

@@ -11,9 +11,9 @@ from engines.offload.scheduler import steady_blocks
 from engines.planning.accuracy_costs import accuracy_cost
 from engines.planning.closed_form_planner import Prediction, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
-from engines.planning.planners import planner_for
 from engines.planning.plan import shortage
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.thread_control import policy_threads
 from engines.planning.threads import limited, one_of

@@ -11,7 +11,7 @@ from engines.offload.prefill_budget import SimulatedSequence, job_budget, make_s
 from engines.offload.scheduled_chunk import split
 from engines.offload.scheduler import Scheduler
 from engines.planning.simulator import Simulator, Work
-from engines.planning.virtual_pipeline import Group, Visit, VirtualLink, run_pipeline
+from engines.planning.virtual_pipeline import Group, VirtualLink, Visit, run_pipeline
 from harness.api import HarnessError
 
 #: Rows of the product whose rate stands for the arithmetic in the balance of a pass.

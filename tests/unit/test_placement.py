@@ -13,9 +13,9 @@ from engines.planning.closed_form import SublayerCosts, decode_work, mixed_work,
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine
 from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
-from engines.planning.planners import planner_for
 from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import OffloadPolicy, Schedule

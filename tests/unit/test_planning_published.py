@@ -12,8 +12,8 @@ from engines.models.shapes import shape
 from engines.planning import fit, published
 from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.engine_cost_models import FILE, engine_cost_model
-from engines.planning.planners import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.search import SearchSpace, search
 from tests.planning import PROFILES, best
 
@@ -114,8 +114,8 @@ def test_what_quantization_and_the_hosts_attention_change_has_the_right_sign(
 def test_four_machines_are_within_a_fifth_of_flexgen_s_table_3_but_for_opt_175b(
     outcomes: list[published.Outcome],
 ) -> None:
-    """With the policies of FlexGen's own scripts. OPT-175B's weights are unpinned there, too many for pinned memory: its
-    figures lie between those of the rate at which pageable memory is copied and of pinned memory's."""
+    """With the policies of FlexGen's own scripts. OPT-175B's weights are unpinned there, too many for pinned memory:
+    its figures lie between those of the rate at which pageable memory is copied and of pinned memory's."""
 
     def named(name: str) -> dict[str, published.Outcome]:
         return {o.cell.name + o.cell.model.rpartition("-")[2]: o for o in outcomes if o.cell.name.startswith(name)}

@@ -9,9 +9,9 @@ from engines.offload.memory.layout import matrices_of
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.host_planner import HostPlanner
 from engines.planning.memory import capacity
-from engines.planning.planners import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.thread_control import policy_threads
 from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths, sublayers

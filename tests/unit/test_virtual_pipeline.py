@@ -21,7 +21,7 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.simulated import simulate
 from engines.planning.simulator import Simulator
 from engines.planning.virtual_job import run_job
-from engines.planning.virtual_pipeline import StageUse, Visit, VirtualLink, run_pipeline, stage_use
+from engines.planning.virtual_pipeline import StageUse, VirtualLink, Visit, run_pipeline, stage_use
 from engines.planning.workload import Lengths
 from harness import registry
 from harness.api import HardwareLimits, ModelDescription, ModelSpec, OffloadPolicy, RunSpec, Schedule, WorkloadSpec
@@ -195,7 +195,7 @@ def test_four_ranks_hold_what_one_reads_and_decode_more_than_four_times_as_fast(
         assert sum(note.startswith(f"{ranks} stages, groups under way") for note in found.load.notes) == 1
     assert "groups under way: 1;" in "".join(two.load.notes), "weights stream: read once for everybody"
     assert "limited by the disk" in "".join(two.load.notes)
-    assert {event.lane for event in four.trace} >= {f"rank {rank}" for rank in range(4)}
+    assert {event.cat for event in four.trace} >= {f"rank {rank}" for rank in range(4)}
 
 
 def test_ranks_that_share_cores_are_slower_than_ranks_with_their_own() -> None:

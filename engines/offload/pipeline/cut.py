@@ -1,5 +1,5 @@
-"""How a pipeline is divided, as far as plans need to know it too, without torch: the order of its ranks, stages of ranks
-that are alike, groups of sequences, and bytes on the wire."""
+"""How a pipeline is divided, as far as plans need to know it too, without torch: the order of its ranks, stages of
+ranks that are alike, groups of sequences, and bytes on the wire."""
 
 from itertools import accumulate
 

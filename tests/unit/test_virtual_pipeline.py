@@ -86,7 +86,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[list[list[float]]], list[tuple[floa
 
 
 @given(pipelines())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_pass_takes_every_stage_in_order_and_nothing_is_busy_twice_at_once(pipeline) -> None:
     jobs, told = pipeline
     stages = len(told)

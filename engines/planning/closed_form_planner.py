@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engines.offload.memory.device import PINNED_SHARE
-from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
+from engines.planning.closed_form import (
+    RESOURCES,
+    Seconds,
+    SublayerCosts,
+    decode_work,
+    mean_over,
+    mixed_work,
+    prefill_work,
+)
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.flexgen_memory import flexgen_constraints
 from engines.planning.machine import Machine
@@ -16,6 +24,7 @@ from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
 from engines.planning.rounding import placements
 from engines.planning.thread_control import best_threads, concurrent_operators, relative_time, with_attention_time
+from engines.planning.virtual_pipeline import PipelineUse
 from engines.planning.workload import (
     VALUE_BYTES,
     FloatArray,
@@ -25,7 +34,7 @@ from engines.planning.workload import (
     pinned_bytes,
     sublayers,
 )
-from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
+from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
 from harness.common.roofline import block_bound
 
 #: Batch sizes that are tried, a fifth to a half apart.
@@ -48,6 +57,7 @@ class Prediction:
     bound: what the machine's arithmetic and disk allow under any policy; see `bound`.
     peak: bytes needed on each tier.
     trace: of a simulated run, as the engine's own.
+    pipeline: what each of several stages did; `used` and `peak` are those of the longest one then.
     """
 
     requests: int
@@ -61,6 +71,7 @@ class Prediction:
     peak: TierBytes
     used: Mapping[str, float]
     trace: EngineTrace | None = None
+    pipeline: PipelineUse | None = None
 
     @property
     def busy(self) -> Mapping[str, float]:
@@ -71,6 +82,15 @@ class Prediction:
     def fraction_of_roofline(self) -> float:
         """Share of what the machine allows."""
         return self.throughput_tok_s / self.bound.throughput_tok_s
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of a block of sequences: of its prompts, and of all of its other passes; and of each resource in all."""
+
+    prefill_s: float
+    decode_s: float
+    used: Seconds
 
 
 class ClosedFormPlanner:
@@ -96,32 +116,42 @@ class ClosedFormPlanner:
         Raises HarnessError for a policy without a performance model.
         """
         require_modelled(policy)
+        engine, peak = self._working(policy)
+        phases = self._phases(self.shape, policy, engine, peak)
+        return self._prediction(policy, phases.prefill_s, phases.decode_s, phases.used, peak)
+
+    def _working(self, policy: OffloadPolicy) -> tuple[EngineCostModel, TierBytes]:
+        """The engine as it works under a policy with all fractions, and the memory that it needs."""
         engine = self._engine_for(policy)
         assert policy.cache and policy.activations
-        constraints = self._constraints(policy)
         weights = engine.placed_weights(self.shape, policy)
-        peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-        engine = replace(engine, pinned_weights=self._pinned(policy, weights, peak))
-        cost = SublayerCosts(self.shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
+        peak = peak_memory(self._constraints(policy), weights, policy.cache, policy.activations)
+        return replace(engine, pinned_weights=self._pinned(policy, weights, peak)), peak
+
+    def _phases(self, shape: ModelShape, policy: OffloadPolicy, engine: EngineCostModel, peak: TierBytes) -> Phases:
+        """How long a block of sequences takes; `shape`: of the layers that it passes."""
+        cost = SublayerCosts(shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
         if policy.schedule == "sweep":
             seconds, used = cost(mixed_work(batch, self.lengths))
-            prefill, decode, used = 0.0, seconds * steps, used * steps
-        else:
-            prefill, first = cost([prefill_work(batch, self.lengths)])
-            step = mean_over(lambda context: cost([decode_work(batch, context)])[0], prompt, prompt + steps - 1)
-            _, middle = cost([decode_work(batch, self.lengths.mean_cached)])
-            decode, used = step * (steps - 1), first + middle * (steps - 1)
-        tokens = policy.block_size * steps
+            return Phases(0.0, seconds * steps, used * steps)
+        prefill, first = cost([prefill_work(batch, self.lengths)])
+        step = mean_over(lambda context: cost([decode_work(batch, context)])[0], prompt, prompt + steps - 1)
+        _, middle = cost([decode_work(batch, self.lengths.mean_cached)])
+        return Phases(prefill, step * (steps - 1), first + middle * (steps - 1))
+
+    def _prediction(
+        self, policy: OffloadPolicy, prefill_s: float, decode_s: float, used: Seconds, peak: TierBytes
+    ) -> Prediction:
         by_resource = dict(zip(RESOURCES, used.tolist(), strict=True))
         return Prediction(
             requests=policy.block_size,
             together=policy.block_size,
-            throughput_tok_s=tokens / (prefill + decode),
-            prefill_s=prefill,
-            decode_s=decode,
-            block_latency_s=prefill + decode,
+            throughput_tok_s=policy.block_size * self.lengths.generated / (prefill_s + decode_s),
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            block_latency_s=prefill_s + decode_s,
             bottleneck=max(by_resource, key=lambda name: by_resource[name]),
             bound=bound(self.job, policy, self.machine, policy.block_size),
             peak=peak,
@@ -160,7 +190,7 @@ class ClosedFormPlanner:
             candidates += [fitting[i] for i in fastest]
             if pinned[fastest[0]]:  # elsewhere there may be a placement that can be pinned
                 break
-        return max(candidates, key=lambda p: self.predict(p).throughput_tok_s, default=None)
+        return max(candidates, key=lambda p: self.estimate(p).throughput_tok_s, default=None)
 
     def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
         """Whether weights are copied from pinned memory: on request, which users make where there is room for it.
@@ -243,9 +273,9 @@ class ClosedFormPlanner:
 
 def require_modelled(policy: OffloadPolicy) -> None:
     """Raises HarnessError for sparse attention, whose gain depends on the host, for int8 arithmetic, whose rates no
-    profile has, and for ranks of one host."""
+    profile has, and for ranks that hold a part of every matrix."""
     unknown = {"value_sparsity": policy.value_sparsity < 1, "compute_dtype": policy.compute_dtype == "int8",
-               "pipeline": policy.pipeline > 1, "tensor": policy.tensor > 1}  # fmt: skip
+               "tensor": policy.tensor > 1}  # fmt: skip
     for name in (name for name, is_unknown in unknown.items() if is_unknown):
         raise HarnessError(f"policy.{name} {getattr(policy, name)}: there is no performance model of it; "
                            "measure it with `harness run`")  # fmt: skip

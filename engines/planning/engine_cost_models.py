@@ -37,6 +37,7 @@ class EngineCostModel:
     parallel_attention: the host attends while the device multiplies for another batch.
     whole_tensors: a tensor of the weights, and all activations, are never divided between tiers.
     thread_control: it allots the host's threads itself (thread_control.py); otherwise the policy says how many.
+    one_group_streams: a pipeline whose weights stream has one group of sequences, so that none is read twice a token.
 
     link_share: share of the link's bandwidth that copies reach.
     weight_unpack_traffic, cache_unpack_traffic: bytes of device memory traffic to unpack one value; None for the rate
@@ -63,6 +64,7 @@ class EngineCostModel:
     parallel_attention: bool = False
     whole_tensors: bool = False
     thread_control: bool = False
+    one_group_streams: bool = False
     link_share: float = 1.0
     weight_unpack_traffic: float | None = None
     cache_unpack_traffic: float | None = None

@@ -4,10 +4,11 @@ import statistics
 from dataclasses import replace
 from typing import cast
 
-from engines.planning.host_planner import HostPlanner
+from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import faster
 from engines.planning.planned_job import PlannedJob
-from engines.planning.threads import limited
+from engines.planning.planners import planner_for
+from engines.planning.threads import one_of
 from engines.planning.workload import Lengths
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
 from harness.common.curve import interpolate
@@ -28,13 +29,16 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     assert load is not None
     if spec.workload.kind == "task":
         raise HarnessError("there is no model of tasks, whose examples share prefixes")
-    if spec.policy.ranks > 1:
-        raise HarnessError("the model of several ranks is of devices only")
+    if spec.policy.tensor > 1:
+        raise HarnessError("there is no model of ranks that hold a part of every matrix")
+    ranks = spec.policy.pipeline
+    if ranks > 1 and spec.limits.threads is None:
+        raise HarnessError("of several ranks limits.threads must say on how many each ran: rates were measured on all")
     if spec.limits.device_memory is not None:
         raise HarnessError("the model of launches on a device has not been compared with any launch")
     if profile.device is not None and not profile.host_id:
         raise HarnessError(f"hardware {profile.name} has a device, and the launch had none")
-    at_launch = _profile_at_launch(profile, record, cast(Dtype, load.compute_dtype))
+    at_launch, at_once = _profile_at_launch(profile, record, cast(Dtype, load.compute_dtype))
     if at_launch is None:
         return None
     policy = spec.policy if spec.tune == "none" else load.policy
@@ -42,14 +46,17 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     each = [Lengths(r.prompt_tokens, r.generated_tokens) for r in record.requests]
     reserved = spec.workload.prompt_len + spec.workload.gen_len
     job = PlannedJob(model.shape, each, len(each), model.dtype, spec.limits.host_memory, reserved)
-    prediction = HostPlanner(job, at_launch).predict(policy)
+    prediction = planner_for(job, at_launch, engine_cost_model("offload"), ranks, at_once).predict(policy)
     assert prediction.trace is not None
     total = prediction.prefill_s + prediction.decode_s
     return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})
 
 
-def _profile_at_launch(profile: HardwareProfile, record: RunRecord, dtype: Dtype) -> HardwareProfile | None:
-    """The machine under the launch's limits at the time, for arithmetic in `dtype`; None if its rates are unknown.
+def _profile_at_launch(
+    profile: HardwareProfile, record: RunRecord, dtype: Dtype
+) -> tuple[HardwareProfile | None, float]:
+    """The machine under the launch's limits at the time, for arithmetic in `dtype`, or one rank's part of it; None if
+    its rates are unknown. And how many ranks compute at full speed at a time.
 
     The disk's rate beside the launch is that of the whole disk, so limits apply after it; the arithmetic's is that of
     the launch's own threads, so it applies after the limits.
@@ -59,9 +66,9 @@ def _profile_at_launch(profile: HardwareProfile, record: RunRecord, dtype: Dtype
         machine = merged(machine, record.machine_after)
     if machine is not None and machine.disk_read:
         disk = replace(disk, read=statistics.median(machine.disk_read))
-    profile = limited(replace(profile, disk=disk), record.spec.limits)
+    profile, at_once = one_of(replace(profile, disk=disk), record.spec.policy.pipeline, record.spec.limits)
     host = _host_at_launch(profile.host, machine, dtype)
-    return None if host is None else replace(profile, host=host)
+    return None if host is None else replace(profile, host=host), at_once
 
 
 def _host_at_launch(host: Processor, machine: MachineRates | None, dtype: Dtype) -> Processor | None:

@@ -5,11 +5,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 from engines.offload.memory.host import attention_memory, plan_host_memory
-from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
+from engines.offload.memory.layout import WeightTile, model_tiles
 from engines.offload.memory.pass_time import PassRates
 from engines.offload.memory.storage import WeightStorage, panels_of, storages, weight_formats
 from engines.offload.prefill_budget import SimulatedSequence, steady_blocks
@@ -17,9 +18,10 @@ from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, 
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine, attention_rate
 from engines.planning.memory import TierBytes
-from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob, planned_matrices
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import on_threads
+from engines.planning.virtual_job import run_job
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
@@ -51,12 +53,12 @@ class HostPlanner(ClosedFormPlanner):
         """The policy itself if it fits memory and disk and has at most _MAX_SEQUENCES sequences."""
         if policy.block_size <= _MAX_SEQUENCES:
             with suppress(InfeasibleError):
-                return policy if self._placed(policy).disk_bytes <= self.profile.disk.capacity else None
+                return policy if self.placed(policy).disk_bytes <= self.profile.disk.capacity else None
         return None
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
-        placed = self._placed(policy)
+        placed = self.placed(policy)
         on_disk = placed.streamed_bytes / sum(tile.nbytes for tile in placed.tiles)
         return replace(
             policy,
@@ -70,7 +72,7 @@ class HostPlanner(ClosedFormPlanner):
         closed_form = ClosedFormPlanner(self.job, self._profile_for(policy), self.engine)
         realised = self.with_fractions(policy)
         if policy.schedule == "sweep":
-            realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
+            realised = replace(realised, gpu_batch_size=self.placed(policy).plan.sequences)
         prediction = closed_form.predict(realised)
         # the closed form's device is what multiplies: here the host, which attends too
         used = {"host": prediction.used["device"] + prediction.used["host"], "disk": prediction.used["disk"]}
@@ -78,26 +80,21 @@ class HostPlanner(ClosedFormPlanner):
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
-        placed = self._placed(policy)
-        machine = Machine(self._profile_for(policy))
-        simulator = Simulator(placed, policy, machine)
-        count = self.job.requests or placed.plan.sequences * steady_blocks(policy)
-        requests = list(itertools.islice(itertools.cycle(self.job.each), count))
-        sequences = simulated_sequences(requests)
-        simulator.run(sequences)
-        total = max(s.times[-1] for s in sequences)
-        prefill, block = _sweep_times(sequences) if policy.schedule == "sweep" else _block_times(sequences, policy)
+        placed = self.placed(policy)
+        simulator = Simulator(placed, policy, Machine(self._profile_for(policy)))
+        times = JobTimes.of(self.job, policy, placed.plan.sequences)
+        run_job([simulator], times.sequences)
         timeline = simulator.timeline
         busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
         return Prediction(
-            requests=count,
+            requests=len(times.requests),
             together=placed.plan.sequences,
-            throughput_tok_s=sum(r.generated for r in requests) / total,
-            prefill_s=prefill,
-            decode_s=total - prefill,
-            block_latency_s=block,
+            throughput_tok_s=times.throughput_tok_s,
+            prefill_s=times.prefill_s,
+            decode_s=times.total_s - times.prefill_s,
+            block_latency_s=times.block_s,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound=bound(self.job, policy, machine, placed.plan.sequences),
+            bound=bound(self.job, policy, simulator.machine, placed.plan.sequences),
             peak=TierBytes(0.0, float(placed.plan.total_bytes), float(placed.disk_bytes)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
@@ -105,7 +102,7 @@ class HostPlanner(ClosedFormPlanner):
 
     def read_share(self, policy: OffloadPolicy, rows: int) -> float:
         """The part of its experts' bytes that a pass of `rows` rows is expected to need."""
-        experts = [tile for tile in self._placed(policy).tiles if tile.matrix in self.job.usage.experts]
+        experts = [tile for tile in self.placed(policy).tiles if tile.matrix in self.job.usage.experts]
         return self.job.usage.expected_bytes(experts, rows) / sum(tile.nbytes for tile in experts)
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
@@ -113,7 +110,8 @@ class HostPlanner(ClosedFormPlanner):
         host = self.profile.host
         return self.profile if policy.threads is None else replace(self.profile, host=on_threads(host, policy.threads))
 
-    def _placed(self, policy: OffloadPolicy) -> PlacedModel:
+    def placed(self, policy: OffloadPolicy) -> PlacedModel:
+        """The model as the engine would load it. Raises InfeasibleError as the engine does."""
         require_modelled(policy)
         if policy.compute_dtype not in ("auto", self.profile.host.dtype):
             rates = f"hardware {self.profile.name} has rates in {self.profile.host.dtype}"
@@ -175,25 +173,58 @@ def _rates(machine: Machine, stored: WeightStorage, policy: OffloadPolicy) -> Pa
 
 @lru_cache(maxsize=64)
 def _tiles(shape: ModelShape, layers: WeightStorage, outside: WeightStorage) -> Sequence[WeightTile]:
-    matrices = matrices_of(shape)
+    matrices = planned_matrices(shape)
     tiles = model_tiles(matrices, layers, outside)
     if len(tiles) > _TILES:
         tiles = model_tiles(matrices, layers, outside, sum(m.rows * m.columns for m in matrices) // _TILES)
     return tiles
 
 
-def _block_times(sequences: Sequence[SimulatedSequence], policy: OffloadPolicy) -> tuple[float, float]:
-    """Seconds of prefill over all blocks, and the median of the blocks' own times."""
-    size = policy.block_size
-    blocks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-    ends = [0.0, *(max(s.times[-1] for s in block) for block in blocks)]
-    prefill = sum(max(s.times[0] for s in block) - start for block, start in zip(blocks, ends, strict=False))
-    return prefill, statistics.median(after - before for before, after in itertools.pairwise(ends))
+@dataclass(frozen=True)
+class JobTimes:
+    """The sequences of a job that is simulated, and its times once it was."""
 
+    requests: Sequence[Lengths]
+    sequences: Sequence[SimulatedSequence]
+    policy: OffloadPolicy
 
-def _sweep_times(sequences: Sequence[SimulatedSequence]) -> tuple[float, float]:
-    """No prefill phase, and the median time of a sequence, whose prompt is taken to last as long as the first one's."""
-    return 0.0, statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
+    @classmethod
+    def of(cls, job: PlannedJob, policy: OffloadPolicy, together: int) -> Self:
+        """The requests of a job of which so many run together; several blocks of them, where it sets no number."""
+        count = job.requests or together * steady_blocks(policy)
+        requests = list(itertools.islice(itertools.cycle(job.each), count))
+        return cls(requests, simulated_sequences(requests), policy)
+
+    @property
+    def total_s(self) -> float:
+        return max(s.times[-1] for s in self.sequences)
+
+    @property
+    def throughput_tok_s(self) -> float:
+        return sum(r.generated for r in self.requests) / self.total_s
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of prefill over all blocks; none of a sweep, which has no such phase."""
+        if self.policy.schedule == "sweep":
+            return 0.0
+        starts = [0.0, *(max(s.times[-1] for s in block) for block in self._blocks)]
+        firsts = [max(s.times[0] for s in block) for block in self._blocks]
+        return sum(max(0.0, first - start) for first, start in zip(firsts, starts, strict=False))
+
+    @property
+    def block_s(self) -> float:
+        """The median of the blocks' times; of a sweep a sequence's, whose prompt is taken to last as long as the first
+        one's."""
+        if self.policy.schedule == "sweep":
+            return statistics.median(s.times[-1] - s.times[0] for s in self.sequences) + self.sequences[0].times[0]
+        ends = [0.0, *(max(s.times[-1] for s in block) for block in self._blocks)]
+        return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+    @property
+    def _blocks(self) -> list[Sequence[SimulatedSequence]]:
+        size = self.policy.block_size
+        return [self.sequences[i : i + size] for i in range(0, len(self.sequences), size)]
 
 
 def simulated_sequences(requests: Sequence[Lengths]) -> list[SimulatedSequence]:

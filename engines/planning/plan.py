@@ -13,8 +13,8 @@ from engines.planning.engine_cost_models import EngineCostModel, engine_cost_mod
 from engines.planning.host_planner import HostPlanner
 from engines.planning.measured_usage import measured_usage
 from engines.planning.nanoflow import planned_pass
-from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.prediction_errors import prediction_error
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
 from engines.planning.thread_control import allot, policy_threads
@@ -46,28 +46,32 @@ def plan(
     """The plan: the best policy, or the prediction for a given one. `report` receives the search's progress.
 
     bits: of weights and cache, that the search may choose; None for all.
-    stages: pipeline stages, one device each; None for as many as the profile has devices.
-    budget: bytes of host memory that are all the engine's; None for what the system leaves of the profile's.
+    stages: of a pipeline, a device each or else a host; None for what the policy says, or as many as the profile has
+        devices.
+    budget: bytes of host memory that are all the engine's, or each rank's; None for what the system leaves of the
+        profile's.
     kept: the cache, which may hold how often a mixture's experts were used; None to take their use to be uniform.
 
     Raises HarnessError for what cannot be planned, and InfeasibleError with the bytes missing on each tier.
     """
-    stages = stages or max(1, profile.devices)
+    stages = _stages(stages, profile, policy)
     source, counts = measured_usage(model.id, model.shape, kept) if stages == 1 else ("", ())
     job = PlannedJob(model.shape, [Lengths(prompt_len, gen_len)], dtype=model.dtype, budget=budget, counts=counts)
     planner = _planner(job, model.id, profile, engine, stages)
+    ranks = stages if profile.device is None else 1  # our engine's
     if policy is not None:
-        if stages > 1 and policy.schedule == "sweep":
-            raise HarnessError("a pipeline has batches in step: take schedule row or zigzag, not sweep")
+        if stages > 1 and profile.device and policy.schedule == "sweep":
+            raise HarnessError("a pipeline of devices has batches in step: take schedule row or zigzag, not sweep")
+        policy = replace(policy, pipeline=max(ranks, policy.pipeline))
         chosen, rejected = _given(planner, policy), []
         to_run = policy
     else:
         space = SearchSpace(
-            schedules=_offered(planner.engine, schedules, stages),
+            schedules=_offered(planner.engine, schedules, stages > 1 and profile.device is not None),
             bits=planner.engine.offered_bits(ALL_BITS if bits is None else bits),
             cpu_attention=(False, True) if profile.device and planner.engine.host_attention else (False,),
             latency_s=latency_s,
-            base=OffloadPolicy(threads=policy_threads(profile, planner.engine)),
+            base=OffloadPolicy(threads=policy_threads(profile, planner.engine), pipeline=ranks),
         )
         result = search(planner, space, report)
         if result.best is None:
@@ -94,12 +98,20 @@ def plan(
             "workload": {"prompt_len": prompt_len, "gen_len": gen_len},
             "policy": _in_a_suite(to_run),
         },
+        "pipeline": _pipeline(chosen.prediction, gen_len),
         "workload": _workload(planner, chosen.policy, profile.between if stages > 1 else None),
         "experts": _experts(planner, chosen, source),
         "threads": _threads(planner, chosen.policy) if profile.device else None,
         "accuracy": accuracy_cost(chosen.policy),
         "rejected": rejected,
     }
+
+
+def _stages(stages: int | None, profile: HardwareProfile, policy: OffloadPolicy | None) -> int:
+    ranks = 1 if policy is None else policy.pipeline
+    if stages is not None and ranks not in (1, stages):
+        raise HarnessError(f"--stages {stages} with policy.pipeline {ranks}: leave one of them out")
+    return stages or (ranks if ranks > 1 else max(1, profile.devices))
 
 
 def _in_a_suite(policy: OffloadPolicy) -> dict[str, Any]:
@@ -156,9 +168,9 @@ def _planner(job: PlannedJob, model: str, profile: HardwareProfile, engine: str,
     return planner_for(job, profile, cost_model, stages)
 
 
-def _offered(engine: EngineCostModel, schedules: Sequence[Schedule], stages: int) -> Sequence[Schedule]:
-    """The schedules that the engine has, of those allowed; a pipeline runs batches in step."""
-    offered = [name for name in engine.schedules if stages == 1 or name != "sweep"]
+def _offered(engine: EngineCostModel, schedules: Sequence[Schedule], in_step: bool) -> Sequence[Schedule]:
+    """The schedules that the engine has, of those allowed; a pipeline of devices runs batches `in_step`."""
+    offered = [name for name in engine.schedules if not (in_step and name == "sweep")]
     allowed = [schedule for schedule in schedules if schedule in offered]
     if not allowed:
         raise HarnessError(f"engine {engine.name} has no schedule {', '.join(schedules)} (it has {', '.join(offered)})")
@@ -228,6 +240,25 @@ def shortage(missing: Mapping[str, float]) -> str:
 def _predicted(prediction: Prediction) -> dict[str, Any]:
     figures = {name: getattr(prediction, name) for name in _FIGURES}
     return figures | {"peak_bytes": asdict(prediction.peak), "busy": dict(prediction.busy)}
+
+
+def _pipeline(prediction: Prediction, generated: int) -> dict[str, Any] | None:
+    """What each stage does in the job's time, in seconds, and which one takes longest; None without stages."""
+    use = prediction.pipeline
+    if use is None:
+        return None
+    slowest, limit = use.bottleneck
+    decoded = prediction.requests * (generated - 1)
+    return {
+        "groups": use.groups,
+        "bottleneck": {"stage": slowest + 1, "limited_by": limit},
+        "decode_throughput_tok_s": decoded / prediction.decode_s if prediction.prefill_s and decoded else None,
+        "stages": [
+            {"stage": k, "layers": layers, "idle_share": stage.idle_share, "limited_by": stage.limited_by}
+            | {name: getattr(stage, name) for name in ("busy_s", "fill_s", "drain_s", "link_s", "stage_s")}
+            for k, (layers, stage) in enumerate(zip(use.layers, use.stages, strict=True), 1)
+        ],
+    }
 
 
 def _workload(planner: ClosedFormPlanner, policy: OffloadPolicy, between: float | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engines.offload.memory.expert_usage import ExpertUsage, MixtureCounts
-from engines.offload.memory.layout import WeightTile, matrices_of
+from engines.offload.memory.layout import Matrix, WeightTile, matrices_of
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.planning.workload import Lengths
@@ -54,7 +54,7 @@ class PlannedJob:
     @cached_property
     def usage(self) -> ExpertUsage:
         """How often a pass needs the experts that layout.matrices_of makes up."""
-        matrices = matrices_of(self.shape)
+        matrices = planned_matrices(self.shape)
         mixtures = list(dict.fromkeys(m.mixture for m in matrices if m.expert is not None))
         counts = dict(zip(mixtures, self.counts, strict=True)) if self.counts else {}
         return ExpertUsage.of(matrices, self.shape, counts)
@@ -83,3 +83,8 @@ class PlannedJob:
             mean_new=self.lengths.generated,
             usage=self.usage,
         )
+
+
+def planned_matrices(shape: ModelShape) -> list[Matrix]:
+    """The matrices of a model, or of a stage, which without the model's last layer has no head."""
+    return [matrix for matrix in matrices_of(shape) if matrix.in_layer or shape.head_params]

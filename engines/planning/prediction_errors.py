@@ -19,6 +19,8 @@ def prediction_error(throughput: float, engine: str, profile: HardwareProfile, p
     or published figures, and `stands_on` says which, in words.
     """
     content = yaml.safe_load(FILE.read_text())
+    if profile.device is None and policy.pipeline > 1:
+        return {"count": 0, "stands_on": "no run on several ranks has been compared with its prediction"}
     if profile.device is None:
         found = content["measured"]["schedules"][policy.schedule]
         words = f"launches in {policy.schedule} order on hosts of two cores, with rates measured beside each"

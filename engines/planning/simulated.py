@@ -11,12 +11,12 @@ from engines.offload.prefill_budget import steady_blocks
 from engines.planning.accuracy_costs import accuracy_cost
 from engines.planning.closed_form_planner import Prediction, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
-from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.thread_control import policy_threads
-from engines.planning.threads import limited
+from engines.planning.threads import limited, one_of
 from engines.planning.workload import Lengths, model_weight_bytes
 from harness import api
 from harness.api import services
@@ -48,7 +48,7 @@ def simulate(
                                f"{shape.max_context}")  # fmt: skip
         dtype = described.dtype
         model = api.LocalModel(spec.model.id, shape, api.DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
-        cell = _Cell(spec, model, limited(profile, spec.limits), lengths, caveats=described.caveats)
+        cell = _Cell(spec, model, profile, lengths, caveats=described.caveats)
         return cell.record()
     except api.HarnessError as exc:
         status: api.Status = "infeasible" if isinstance(exc, api.InfeasibleError) else "skipped"
@@ -72,7 +72,7 @@ def search_policy(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
     host_attention = profile.device is None or not _has_sliding_window(model)
-    cell = _Cell(spec, model, limited(profile, spec.limits), lengths, host_attention)
+    cell = _Cell(spec, model, profile, lengths, host_attention)
     best = cell.best()
     if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
         chosen = best.cpu_attention or (best.schedule != "sweep" and best.cache is not None and best.cache[2] > 0)
@@ -93,6 +93,18 @@ def _has_sliding_window(model: api.LocalModel) -> bool:
     return bool(model.path) and bool(read_json(config).get("sliding_window"))
 
 
+def _pipeline_notes(prediction: Prediction) -> tuple[str, ...]:
+    """Which stage takes longest, and what limits it; nothing without stages."""
+    use = prediction.pipeline
+    if use is None:
+        return ()
+    slowest, limit = use.bottleneck
+    idle = ", ".join(f"{stage.idle_share:.0%}" for stage in use.stages)
+    words = api.RESOURCE_WORDS.get(limit, limit)
+    return (f"{len(use.stages)} stages, groups under way: {use.groups}; stage {slowest + 1} takes longest, limited by "
+            f"{words}; idle by stage: {idle}",)  # fmt: skip
+
+
 class _Cell:
     """One cell on one machine. `host_attention`: a search may let the host attend beside a device. `caveats`: what the
     model of its model does not represent."""
@@ -101,13 +113,21 @@ class _Cell:
         self, spec: api.RunSpec, model: api.LocalModel, profile: api.HardwareProfile,
         lengths: Sequence[tuple[int, int]], host_attention: bool = True, caveats: Sequence[str] = (),
     ) -> None:  # fmt: skip
+        whole, profile = profile, limited(profile, spec.limits)
+        ranks: int = spec.policy.pipeline
+        at_once: float | None = None
+        if ranks > 1 and profile.device is None:
+            profile, at_once = one_of(whole, ranks, spec.limits)
         self._spec = spec
         self._model = model
         self._profile = profile
         self._caveats = caveats
-        stages = max(1, profile.devices)
-        if stages > 1 and spec.policy.schedule == "sweep":
-            raise api.HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
+        stages = ranks if ranks > 1 else max(1, profile.devices)
+        if 1 < profile.devices < stages:
+            raise api.HarnessError(f"hardware {profile.name} has {profile.devices} devices: too few for {stages} ranks")
+        if stages > 1 and profile.device is not None and spec.policy.schedule == "sweep":
+            raise api.HarnessError(f"hardware {profile.name} has devices, whose pipelines are planned in step: use row "
+                                   "or zigzag")  # fmt: skip
         workload = spec.workload
         # so many requests of a longer job tell how long the others take
         most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
@@ -121,7 +141,7 @@ class _Cell:
             reserved=workload.prompt_len + workload.gen_len,
         )
         engine = engine_cost_model(spec.engine)
-        self._planner = planner_for(self._job, profile, engine, stages)
+        self._planner = planner_for(self._job, profile, engine, stages, at_once)
         self._attention = (False, True) if host_attention and engine.host_attention else (False,)
         if spec.policy.schedule not in engine.schedules:
             raise api.HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
@@ -138,7 +158,7 @@ class _Cell:
         budget = spec.limits.host_memory
         return api.RunRecord(
             spec, "", 0, "ok",
-            load=self._load(policy, prediction.together),
+            load=self._load(policy, prediction),
             metrics=self._metrics(policy, prediction),
             memory=api.MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True),
             trace=prediction.trace.events if prediction.trace else (),
@@ -183,7 +203,7 @@ class _Cell:
                 fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size))
         return fitting
 
-    def _load(self, policy: api.OffloadPolicy, together: int) -> api.LoadReport:
+    def _load(self, policy: api.OffloadPolicy, prediction: Prediction) -> api.LoadReport:
         shape = self._model.shape
         assert policy.weights is not None
         total = model_weight_bytes(shape, policy)
@@ -191,11 +211,16 @@ class _Cell:
         return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
-            block_size=together,
+            block_size=prediction.together,
             policy=policy,
             compute_dtype=self._model.dtype,
             weights_by_tier=(device, host, disk),
-            notes=(f"predicted for {self._profile.name}", *search_notes(self._spec.tune, policy), *self._caveats),
+            notes=(
+                f"predicted for {self._profile.name}",
+                *_pipeline_notes(prediction),
+                *search_notes(self._spec.tune, policy),
+                *self._caveats,
+            ),
         )
 
     def _metrics(self, policy: api.OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
@@ -223,7 +248,7 @@ class _Cell:
             "padding_tokens": 0.0,
             **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},
             **{
-                name: value if name in _RATIOS else blocks * value
+                name: value if name in _RATIOS or name.endswith("_share") else blocks * value
                 for name, value in (prediction.trace.metrics if prediction.trace else {}).items()
             },
         }

@@ -1,6 +1,7 @@
-"""Runs the engine's schedule in simulated time, with seconds from a model of the machine.
+"""Runs the engine's passes in simulated time, with seconds from a model of the machine.
 
-The engine's own code decides: memory/ plans what goes where, scheduler.py forms passes, pass_ops.py orders operations.
+The engine's own code decides: memory/ plans what goes where, scheduler.py forms passes (virtual_job.py), pass_ops.py
+orders operations.
 The machine model only says how long an operation takes. Without a device attention and products share the cores, so
 both are one resource.
 """
@@ -10,25 +11,23 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
 from engines.offload.memory.plan import MemoryPlan
-from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.memory.storage import Storage
 from engines.offload.pass_ops import attention_overlaps, pass_ops
-from engines.offload.prefill_budget import SimulatedSequence, job_budget, make_scheduler
-from engines.offload.scheduled_chunk import ScheduledChunk, split
+from engines.offload.prefill_budget import SimulatedSequence
+from engines.offload.scheduled_chunk import ScheduledChunk
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
 from engines.planning.machine import Machine, attention_rate
 from engines.planning.virtual_disk import VirtualBlocks, VirtualDisk
-from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, ModelShape, OffloadPolicy
 
 #: Matrices of a layer before its attention: queries, keys and values.
 _MATRICES_BEFORE_ATTENTION = 3
-#: Rows of the product whose rate stands for the arithmetic in the balance of a pass.
-_BALANCE_ROWS = 256
+#: A pass as a scheduler forms it: the chunks of each of its batches.
+Work = Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]
 
 
 @dataclass(frozen=True)
@@ -75,22 +74,22 @@ class _SimulatedPass:
 
 
 class Simulator:
-    """One model on one machine under one policy."""
+    """One model, or one stage's layers of it, on one machine under one policy: runs passes in virtual time."""
 
     def __init__(self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine) -> None:
-        self._placed = placed
-        self._policy = policy
-        self._machine = machine
+        self.placed = placed
+        self.policy = policy
+        self.machine = machine
         self._streamed = placed.streamed
         spans = matrix_spans(placed.tiles)
         layers = placed.shape.num_layers
-        per_layer = (len(spans) - 1) // layers  # the head is a matrix too
+        files = [placed.tiles[span.start].file for span in spans]  # one for each layer
+        per_layer = sum(not file.startswith(OUTSIDE) for file in files) // layers  # the head is a matrix too
         attends = [layer * per_layer + _MATRICES_BEFORE_ATTENTION for layer in range(layers)]
         #: By the last tile before it, the layer whose attention follows.
         self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(attends)}
         #: The last tile of each layer but the last.
         self._ends = {spans[layer * per_layer - 1].stop - 1 for layer in range(1, layers)}
-        files = [placed.tiles[span.start].file for span in spans]  # one for each layer
         slots = min(placed.plan.slots, sum(self._streamed))
         overlapped = policy.nano_count > 1 and policy.nano_overlap
         overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
@@ -113,29 +112,14 @@ class Simulator:
         self._loads = 0
         self._passes: dict[Hashable, _SimulatedPass] = {}  # by all that decides how a pass goes
 
-    def run(self, sequences: Sequence[SimulatedSequence]) -> None:
-        """Runs a job. Each sequence records the times of its tokens.
+    def run_pass(self, work: Work, ready: float) -> tuple[float, float]:
+        """Runs a pass as soon as its input is there, at time `ready`, and the one before it is done; returns when it
+        began and when it ended."""
+        start = self._now = max(self._now, ready)
+        self._pass(work)
+        return start, self._now
 
-        Raises HarnessError if the KV cache cannot hold any of the sequences that are left.
-        """
-        plan = self._placed.plan
-        manager = BlockManager(plan.kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)
-        disk_read, flops = self._machine.profile.disk.read, self._machine.flops(_BALANCE_ROWS)
-        balance = io_compute_balance_rows(self._placed.pass_bytes, disk_read, flops, self._placed.shape)
-        work = [(sequence.tokens, sequence.steps_left) for sequence in sequences]
-        budget = job_budget(work, manager.num_blocks, self._policy, plan, balance, plan.chunk)
-        scheduler = make_scheduler(sequences, manager, self._policy, plan, budget, plan.chunk)
-        while (arrival := scheduler.next_arrival_s) is not None:
-            self._now = max(self._now, arrival)
-            scheduled = scheduler.next_pass(self._now)
-            batches = [part for batch in scheduled for part in split(batch, self._policy.nano_count)]
-            if not batches:
-                raise HarnessError("no sequence can go on: the cache is too small for what was let in")
-            self._pass(batches)
-            scheduler.advance((chunk for batch in batches for chunk in batch), self._now)
-        self.timeline.shared_tokens = scheduler.shared_tokens
-
-    def _pass(self, batches: Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]) -> None:
+    def _pass(self, batches: Work) -> None:
         rows = [sum(chunk.count for chunk in batch) for batch in batches]
         logits_rows = [sum(len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch) for batch in batches]
         attention = [sum(map(self._attention_s, batch)) for batch in batches]
@@ -182,20 +166,20 @@ class Simulator:
         ops = self._pass_ops(batches)
         attended = {op.tile for op in ops if op.kind == "attend"}
         for op in ops:
-            tile = self._placed.tiles[op.tile]
+            tile = self.placed.tiles[op.tile]
             if op.kind == "load":
                 arrivals[op.tile] = self._load(tile)
             elif op.kind == "multiply":
                 counts = logits_rows if tile.file.startswith(OUTSIDE) else rows
                 count = sum(counts) if op.batch < 0 else counts[op.batch]
                 self._wait(arrivals.get(op.tile, 0.0))
-                tiles = self._placed.tiles[op.tile : op.tile + op.count]
+                tiles = self.placed.tiles[op.tile : op.tile + op.count]
                 self._compute(tile.matrix, slowdown * sum(self._product(tile, count) for tile in tiles))
                 if op.tile in arrivals and op.batch in (-1, batches - 1):
                     self._free_slots.append(self._now)
             elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
                 # all work between the products of a layer is counted here, once
-                self._compute(BETWEEN, self._machine.elementwise_s(rows[op.batch], self._placed.shape.hidden))
+                self._compute(BETWEEN, self.machine.elementwise_s(rows[op.batch], self.placed.shape.hidden))
                 self._attend(self._attends[op.tile], attention[op.batch])
             elif op.tile in self._ends:
                 self._offload_activations(rows[op.batch])
@@ -212,7 +196,7 @@ class Simulator:
 
     def _offload_activations(self, rows: int) -> None:
         """Writes a batch's activations to disk between two layers and reads them back; nothing computes meanwhile."""
-        width = self._placed.shape.hidden * DTYPE_BYTES[self._machine.host.dtype]
+        width = self.placed.shape.hidden * DTYPE_BYTES[self.machine.host.dtype]
         nbytes = aligned(round(self._offloaded_share * rows) * width)
         written = self._disk.write("activations", "write", nbytes, self._now)
         self._now = self._disk.read("activations", "read", nbytes, written)
@@ -239,14 +223,14 @@ class Simulator:
         return on_disk
 
     def _count_on_disk(self, blocks: Sequence[int]) -> int:
-        return sum(block >= self._placed.plan.kv_blocks for block in blocks)
+        return sum(block >= self.placed.plan.kv_blocks for block in blocks)
 
     def _contention(self, rows: Sequence[int], logits_rows: Sequence[int]) -> tuple[float, float]:
         """Factors by which products and reads from disk slow down in a pass, as they share the memory's bandwidth."""
-        host, disk = self._machine.host, self._machine.profile.disk
-        tiles = self._placed.tiles
+        host, disk = self.machine.host, self.machine.profile.disk
+        tiles = self.placed.tiles
         reads = sum(t.span * self._likelihood[t.index] for t in tiles if self._streamed[t.index]) / disk.read
-        if not reads or not self._policy.overlap:
+        if not reads or not self.policy.overlap:
             return 1.0, 1.0
         products = sum(
             self._product(tile, sum(logits_rows if tile.file.startswith(OUTSIDE) else rows)) for tile in tiles
@@ -258,9 +242,9 @@ class Simulator:
 
     def _load(self, tile: WeightTile) -> float:
         """When a tile arrives, read as soon as the disk and a slot of the ring are free."""
-        free = self._free_slots.popleft() if self._loads >= self._placed.plan.slots else 0.0
+        free = self._free_slots.popleft() if self._loads >= self.placed.plan.slots else 0.0
         self._loads += 1
-        if not self._policy.overlap:
+        if not self.policy.overlap:
             free = self._now
         return self._disk.read("load", tile.matrix, round(tile.span * self._likelihood[tile.index]), free)
 
@@ -287,21 +271,21 @@ class Simulator:
         key = (tile.shape, tile.nbytes, rows)
         if key not in self._product_seconds:
             values = tile.shape[0] * tile.shape[1]
-            self._product_seconds[key] = self._machine.tile_s(rows, values, tile.nbytes, tile.stored)
+            self._product_seconds[key] = self.machine.tile_s(rows, values, tile.nbytes, tile.stored)
         return self._product_seconds[key]
 
     def _attention_s(self, chunk: ScheduledChunk[SimulatedSequence]) -> float:
         """Seconds of one sequence's attention in one layer."""
-        shape, seen = self._placed.shape, chunk.sequence.cached + chunk.count
+        shape, seen = self.placed.shape, chunk.sequence.cached + chunk.count
         new_values = 2 * chunk.count * shape.num_kv_heads * shape.head_dim
-        storing = self._machine.store_kv_s(new_values, self._policy.kv_bits)
-        storing += self._machine.host.sequence_call_s or 0.0
+        storing = self.machine.store_kv_s(new_values, self.policy.kv_bits)
+        storing += self.machine.host.sequence_call_s or 0.0
         if chunk.count > 1:
             pairs = chunk.count * (chunk.sequence.cached + chunk.count / 2)
             flops = 4 * pairs * shape.num_heads * shape.head_dim
-            return storing + self._machine.prefill_attention_s(flops, self._policy.kv_bits)
-        stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
-        return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)
+            return storing + self.machine.prefill_attention_s(flops, self.policy.kv_bits)
+        stored = 2 * seen * shape.num_kv_heads * self.placed.cache.row_bytes(shape.head_dim)
+        return storing + stored / attention_rate(self.machine.host, self.policy.kv_bits)
 
 
 def _slowed(seconds: float, share: float, other: float, other_share: float) -> float:

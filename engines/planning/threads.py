@@ -17,8 +17,13 @@ def on_threads(host: Processor, count: int) -> Processor:
         return interpolate(curve, count) / interpolate(curve, host.cores)
 
     attends = share(host.attention_by_threads or host.by_threads)
-    attention = {bits: attends * rate for bits, rate in host.attention.items()}
-    return replace(faster(host, share(host.by_threads)), attention=attention, cores=count)
+    return replace(scaled(host, share(host.by_threads), attends), cores=count)
+
+
+def scaled(host: Processor, factor: float, attention: float | None = None) -> Processor:
+    """The host with all rates times `factor`, those of attention times `attention` if that is given."""
+    attends = factor if attention is None else attention
+    return replace(faster(host, factor), attention={bits: attends * rate for bits, rate in host.attention.items()})
 
 
 def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
@@ -35,3 +40,20 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     if limits.disk_bandwidth is not None:
         disk = replace(disk, read=min(disk.read, limits.disk_bandwidth), write=min(disk.write, limits.disk_bandwidth))
     return replace(profile, host=host, device=device, disk=disk)
+
+
+def one_of(profile: HardwareProfile, ranks: int, limits: HardwareLimits) -> tuple[HardwareProfile, float]:
+    """What one of so many ranks has that share a machine, each under the limits of a cell; and how many of them can
+    compute at full speed at a time. They divide its memory, its disk and, where the limits set no threads, its cores.
+    """
+    host, disk = profile.host, profile.disk
+    part = replace(
+        profile,
+        host=replace(host, memory=host.memory / ranks),
+        disk=replace(disk, capacity=disk.capacity / ranks, read=disk.read / ranks, write=disk.write / ranks),
+    )
+    threads = min(host.cores, limits.threads or max(1, host.cores // ranks))
+    rank = limited(part, replace(limits, threads=threads))
+    if not host.by_threads and limits.threads is None:  # nobody measured fewer threads: each does its part
+        rank = replace(rank, host=scaled(rank.host, threads / host.cores))
+    return rank, host.cores / threads

@@ -69,7 +69,8 @@ class Sublayer:
 
 @lru_cache(maxsize=64)
 def sublayers(shape: ModelShape) -> tuple[Sublayer, Sublayer, Sublayer]:
-    """Attention, feed-forward and head. Embedding tables are left out: small, and looked up only."""
+    """Attention, feed-forward and head, of which a stage without the last layer has none. Embedding tables are left
+    out: small, and looked up only."""
     hidden, ffn = shape.hidden, shape.ffn
     forward = shape.forward_stored
     matrices = max(1, round(forward / (hidden * ffn)))
@@ -85,7 +86,7 @@ def sublayers(shape: ModelShape) -> tuple[Sublayer, Sublayer, Sublayer]:
     return (
         Sublayer(shape.attention_params, shape.num_layers, attends, attends=True),
         Sublayer(forward, shape.num_layers, feeds, active_share=shape.forward_params / forward),
-        Sublayer(hidden * shape.vocab, 1, head, quantized=False, is_head=True),
+        Sublayer(hidden * shape.vocab, 1 if shape.head_params else 0, head, quantized=False, is_head=True),
     )
 
 

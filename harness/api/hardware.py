@@ -19,6 +19,7 @@ RESOURCE_WORDS: Mapping[str, str] = {
     "h2d": "copies to the device",
     "d2h": "copies to the host",
     "disk": "the disk",
+    "network": "the links between stages",
 }
 
 

@@ -43,7 +43,8 @@ _NOT_RUN = "nothing here runs this plan: it has several devices, or an engine th
 )  # fmt: skip
 @click.option("--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="The most seconds that a block may take; with schedule sweep, a sequence.")  # fmt: skip
-@click.option("--stages", type=click.IntRange(1), help="Devices of a pipeline [default: those of the hardware].")
+@click.option("--stages", type=click.IntRange(1),
+              help="Machines or devices of a pipeline [default: the devices of the hardware].")  # fmt: skip
 @click.option(
     "--memory", metavar="SIZE", help="Host memory that the job may take, such as 4GiB [default: the machine's]."
 )
@@ -131,14 +132,15 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
 
     policy, predicted = plan["policy"], plan["predicted"]
     lengths = f"{plan['prompt_len']} + {plan['gen_len']} tokens"
-    on = plan["hardware"] + (f" in {plan['stages']} stages, a device each" if plan["stages"] > 1 else "")
+    each = "a device each" if plan["devices"] else "a host each"
+    on = plan["hardware"] + (f" in {plan['stages']} stages, {each}" if plan["stages"] > 1 else "")
     say(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
     batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
     bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
     attention = f", attention on the {'host' if policy['cpu_attention'] else 'device'}" if plan["devices"] else ""
     say(f"  {policy['schedule']}, {batches}, {bits}{attention}")
     if plan["stages"] > 1:
-        say("  of each stage:")
+        say("  of each stage:" if plan["devices"] else "  of all stages together, and what the largest needs:")
     print_rows(list(_placement(plan)))
     rate = (
         f"{rounded(predicted['throughput_tok_s'])} token/s, {predicted['fraction_of_roofline']:.0%} of what "
@@ -149,6 +151,8 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     say(f"  {_error(plan['error'])}")
     busy = (f"{RESOURCE_WORDS[name]} {share:.0%}" for name, share in predicted["busy"].items() if share >= 0.005)
     say(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
+    if plan["pipeline"]:
+        _print_pipeline(plan["pipeline"])
     costs = {"tokens_per_dollar": "tokens per dollar", "tokens_per_joule": "tokens per joule"}
     if told := [f"{rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
         say(f"  {', '.join(told)}, at the prices of the hardware profile")
@@ -166,6 +170,26 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
         for other in plan["rejected"]:
             rate = f"{rounded(other['throughput_tok_s'])} token/s, " if "throughput_tok_s" in other else ""
             say(f"  {other['kind']}: {rate}{other['reason']}")
+
+
+def _print_pipeline(pipeline: Mapping[str, Any]) -> None:
+    """What each stage does, and which one takes longest."""
+    from harness.api import RESOURCE_WORDS
+
+    slowest, stages = pipeline["bottleneck"], pipeline["stages"]
+    total = sum(stages[0][name] for name in ("busy_s", "fill_s", "drain_s", "link_s", "stage_s"))
+    decoding = pipeline["decode_throughput_tok_s"]
+    rate = f"; decoding alone {rounded(decoding)} token/s" if decoding else ""
+    limit = RESOURCE_WORDS.get(slowest["limited_by"], slowest["limited_by"])
+    say(f"  stage {slowest['stage']} takes longest, limited by {limit}; groups under way: {pipeline['groups']}{rate}")
+    columns = {"at work": "busy_s", "idle: fill": "fill_s", "drain": "drain_s", "for a stage": "stage_s",
+               "for a link": "link_s"}  # fmt: skip
+    print_rows([
+        {"stage": str(stage["stage"]), "layers": str(stage["layers"])}
+        | {words: f"{stage[name] / total:.0%}" for words, name in columns.items()}
+        | {"limited by": RESOURCE_WORDS.get(stage["limited_by"], stage["limited_by"])}
+        for stage in stages
+    ])  # fmt: skip
 
 
 def _error(error: Mapping[str, Any]) -> str:

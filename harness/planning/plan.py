@@ -24,9 +24,9 @@ class PlanOptions:
     """The options of `harness plan`: a model, the lengths of its requests in tokens, a machine, and constraints.
 
     `hardware` names a profile; `schedules` are those to choose from, all if empty; `quantize` says which bits may be
-    chosen; `latency` is the most seconds that a block may take, and `stages` the devices of a pipeline. A `policy`, in
-    JSON, is predicted as it is. `memory`, `device_memory` and `disk` are sizes such as 4GiB that the job may take;
-    None for all that there is.
+    chosen; `latency` is the most seconds that a block may take, and `stages` the machines or devices of a pipeline. A
+    `policy`, in JSON, is predicted as it is. `memory`, `device_memory` and `disk` are sizes such as 4GiB that the job
+    may take, of each stage; None for all that there is.
     """
 
     model: str
@@ -63,8 +63,8 @@ def make_plan(options: PlanOptions, report: Callable[[int, int], None]) -> dict[
         latency_s=options.latency, policy=policy, stages=options.stages,
         budget=None if options.memory is None else int(profile.host.memory), report=report, kept=options.cache,
     )  # fmt: skip
-    cell = plan.pop("cell")
-    return plan | {"suite": suite_of(cell, options.model, options.memory, profile) if plan["stages"] == 1 else None}
+    cell, runs = plan.pop("cell"), plan["stages"] == 1 or profile.device is None
+    return plan | {"suite": suite_of(cell, options.model, options.memory, profile) if runs else None}
 
 
 def _granted(profile: HardwareProfile, options: PlanOptions) -> HardwareProfile:

@@ -89,6 +89,18 @@ def test_a_plan_ends_with_commands_that_run_as_they_stand(cli):
     assert "tiny/llama" in cli(*words, "--dry-run", code=2).stderr
 
 
+def test_a_plan_of_several_hosts_says_which_takes_longest_and_can_be_run(cli):
+    job = ("facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--hardware", "laptop_cpu", "--stages", "2")
+    job = (*job, "--policy", '{"schedule": "row", "gpu_batch_size": 8}')
+    told = cli("plan", *job).stdout
+    assert "in 2 stages, a host each" in told
+    assert "takes longest, limited by products; groups under way: 2; decoding alone " in told
+    assert "harness run plan.yaml" in told
+    made = json.loads(cli("plan", *job, "--json").stdout)
+    assert made["suite"]["matrix"][0]["policy"]["pipeline"] == 2
+    assert [stage["stage"] for stage in made["pipeline"]["stages"]] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

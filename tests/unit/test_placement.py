@@ -13,9 +13,9 @@ from engines.planning.closed_form import SublayerCosts, decode_work, mixed_work,
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine
 from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
-from engines.planning.pipeline import planner_for
 from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import OffloadPolicy, Schedule
@@ -186,19 +186,23 @@ HELD: dict[str, Any] = {"weights": (0.2, 0.8, 0.0), "cache": HOST, "activations"
 
 
 @pytest.mark.parametrize("batches", [2, 4, 8])
-def test_a_pipeline_s_link_carries_a_row_of_each_token_to_each_further_stage(batches: int) -> None:
-    """Prompts as a whole; of the other tokens only where stages wait for them, with fewer batches than stages."""
-    job, slow, size = PlannedJob(MODEL, [Lengths(512, 32)]), 1e6, 24
-    policy = OffloadPolicy(size, batches, "zigzag", **HELD)
-    alone, linked = (
-        planner_for(job, replace(T4, between=rate), engine_cost_model("flexgen_ref"), 4).predict(policy)
-        for rate in (None, slow)
-    )
-    token_s = 3 * size * H * 2 / slow
-    assert linked.prefill_s - alone.prefill_s == pytest.approx(512 * token_s)
-    assert linked.decode_s - alone.decode_s == pytest.approx(31 * token_s if batches < 4 else 0.0, abs=1e-6)
-    assert linked.block_latency_s == pytest.approx(linked.prefill_s + linked.decode_s)
-    assert linked.throughput_tok_s == pytest.approx(size * batches * 32 / linked.block_latency_s)
+def test_a_pipeline_s_links_carry_a_row_of_each_token_to_each_further_stage(batches: int) -> None:
+    """One group waits for every transfer; those of several overlap, and take no longer than one after the other."""
+    job, slow = PlannedJob(MODEL, [Lengths(512, 32)]), 1e6
+    token_s = 3 * batches * H * 2 / slow
+
+    def seconds(groups: int, rate: float | None) -> tuple[float, float]:
+        planner = planner_for(job, replace(T4, between=rate), engine_cost_model("flexgen_ref"), 4)
+        found = planner.predict(OffloadPolicy(groups, batches, "zigzag", **HELD))
+        assert found.block_latency_s == pytest.approx(found.prefill_s + found.decode_s)
+        assert found.throughput_tok_s == pytest.approx(groups * batches * 32 / found.block_latency_s)
+        return found.prefill_s, found.decode_s
+
+    (alone, alone_decode), (linked, linked_decode) = seconds(1, None), seconds(1, slow)
+    assert linked - alone == pytest.approx(512 * token_s)
+    assert linked_decode - alone_decode == pytest.approx(31 * token_s)
+    more = seconds(4, slow)[0] - seconds(4, None)[0]
+    assert 512 * token_s < more < 4 * 512 * token_s
 
 
 def test_stages_on_one_machine_divide_its_host_and_on_their_own_have_all_of_it() -> None:

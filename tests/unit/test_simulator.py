@@ -19,6 +19,7 @@ from engines.planning.host_planner import HostPlanner, place_model, simulated_se
 from engines.planning.machine import Machine
 from engines.planning.planned_job import PlannedJob
 from engines.planning.simulator import PlacedModel, SimulatedSequence, Simulator
+from engines.planning.virtual_job import run_job
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import GenerationRequest, HarnessError, LocalModel, OffloadPolicy, SamplingParams, Schedule
@@ -37,7 +38,7 @@ def simulate(
     """The laptop's virtual run of the requests, to its end."""
     simulator = Simulator(placed, policy, Machine(replace(LAPTOP, disk=replace(LAPTOP.disk, read=disk))))
     sequences = simulated_sequences(lengths)
-    simulator.run(sequences)
+    run_job([simulator], sequences)
     return simulator, sequences
 
 
@@ -126,7 +127,7 @@ def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
         simulator = Simulator(found, asked, Machine(LAPTOP))
         simulator._passes = passes
         sequences = simulated_sequences(lengths)
-        simulator.run(sequences)
+        run_job([simulator], sequences)
         times.append([*simulator.timeline.tasks.values(), *(t for s in sequences for t in s.times)])
         played = len(passes)
     assert times[0] == pytest.approx(times[1])
@@ -191,7 +192,7 @@ def test_products_in_passes_and_calls_of_attention_take_longer_than_by_themselve
     for changes in ({}, {"in_passes": 0.5, "sequence_call_s": 1e-3, "layer_call_s": 1e-2}):
         host = replace(LAPTOP.host, **{"layer_call_s": 0.0} | changes)
         simulator = Simulator(placed, policy, Machine(replace(LAPTOP, host=host)))
-        simulator.run(simulated_sequences(lengths))
+        run_job([simulator], simulated_sequences(lengths))
         tasks.append(simulator.timeline.tasks)
     assert tasks[1]["task_products"] == pytest.approx(2 * tasks[0]["task_products"])
     calls = 5 * 6 * model.num_layers  # a prompt and five tokens of each sequence
@@ -213,7 +214,7 @@ def test_products_and_reads_slow_each_other_while_both_run(rows: int, bottleneck
         machine = replace(LAPTOP, host=replace(LAPTOP.host, beside_disk=of_products),
                           disk=replace(LAPTOP.disk, beside_products=of_disk))  # fmt: skip
         simulator = Simulator(placed, policy, Machine(machine))
-        simulator.run(simulated_sequences(lengths))
+        run_job([simulator], simulated_sequences(lengths))
         tasks[name] = simulator.timeline.tasks["task_products"], simulator.timeline.tasks["task_load_weights"]
     (products, reads), (slow_products, slow_reads) = tasks["alone"], tasks["both"]
     assert (reads > 2 * products) is (bottleneck == "disk")

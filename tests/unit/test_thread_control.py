@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engines.models.shapes import shape
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
-from engines.planning.pipeline import planner_for
 from engines.planning.plan import plan
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.thread_control import (
     FUSED_ATTENTION,
     LIBRARY_ATTENTION,

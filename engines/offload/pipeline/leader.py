@@ -22,13 +22,13 @@ from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.loader import load
-from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.storage import storages
 from engines.offload.memory.tensor_part import TensorPart, require_whole_groups
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
 from engines.offload.model_runner import ModelRunner
 from engines.offload.pipeline.clocks import Offset
+from engines.offload.pipeline.cut import group_count
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.links import Links, LostRankError, What
 from engines.offload.pipeline.messages import PassMessage
@@ -232,18 +232,6 @@ class TensorRunner(PipelineRunner):
         """A pass that nobody ends has the other ranks wait in it."""
         self._broken |= bool(self._under_way)
         self._under_way.clear()
-
-
-def group_count(stages: int, blocks: int, longest: int, batch: int, streams: bool) -> int:
-    """How many groups of sequences are under way: one for each stage, where each gets the blocks of a sequence of
-    `longest` tokens and one of `batch` sequences.
-
-    Where weights stream, a stage reads its own for each group's pass: as often as one machine would read all of them
-    for one pass of everybody. One group then has all ranks read at the same time, each its part, ahead of the pass.
-    """
-    if streams:
-        return 1
-    return max(1, min(stages, batch, blocks // blocks_for(longest)))
 
 
 def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units: int | None) -> PipelineRunner:

@@ -7,12 +7,12 @@ needs them. What goes back to the first stage is a token id for each sequence, w
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from engines.offload.memory.partition import chosen_cut, shortest_stages
+from engines.offload.memory.partition import chosen_cut
 from engines.offload.memory.stage_times import RankRates, StageTimes, alike
 from engines.offload.model.stage import Stage
-from harness.api import HarnessError, ModelShape
+from engines.offload.pipeline.cut import even_ends, order_of
+from harness.api import ModelShape
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,10 @@ class Division:
     note: str = ""
 
 
-def order_of(ranks: int) -> list[int]:
-    """The ranks in the order of their stages."""
-    return [*range(1, ranks), 0]
-
-
 def equal_stages(shape: ModelShape, ranks: int) -> Division:
     """Of ranks that are alike, so that the one with most weights has as few as possible; the head counts as a part of a
     layer. Raises HarnessError where a stage would have no layer."""
-    return Division(_stages(_even_ends(shape, ranks), order_of(ranks)))
+    return Division(_stages(even_ends(shape, ranks), order_of(ranks)))
 
 
 def parts_of_all(shape: ModelShape, ranks: int) -> Division:
@@ -46,7 +41,7 @@ def timed_stages(times: StageTimes, rates: Sequence[RankRates]) -> Division:
     order, layers = order_of(len(rates)), times.shape.num_layers
     if alike(rates):
         return equal_stages(times.shape, len(rates))
-    cut = chosen_cut(layers, _even_ends(times.shape, len(rates)), times.on([rates[rank] for rank in order]))
+    cut = chosen_cut(layers, even_ends(times.shape, len(rates)), times.on([rates[rank] for rank in order]))
     stages = _stages(cut.ends, order)
     each = [
         f"rank {rank} has {stages[rank].last - stages[rank].first} ({_ms(seconds)})"
@@ -60,16 +55,6 @@ def timed_stages(times: StageTimes, rates: Sequence[RankRates]) -> Division:
             f"{_ms(cut.with_all_s)}, not {_ms(cut.longest_s)}"
         )
     return Division(stages, note)
-
-
-def _even_ends(shape: ModelShape, ranks: int) -> list[int]:
-    if ranks > shape.num_layers:
-        raise HarnessError(
-            f"policy.pipeline: {ranks} stages for {shape.num_layers} layers; each needs one, so use at most as many"
-        )
-    head = shape.head_params / shape.params_per_layer
-    sums = [*accumulate([1.0] * (shape.num_layers - 1) + [1.0 + head], initial=0.0)]
-    return shortest_stages(shape.num_layers, ranks, lambda _, first, last: sums[last] - sums[first])
 
 
 def _stages(ends: Sequence[int], order: Sequence[int]) -> dict[int, Stage]:

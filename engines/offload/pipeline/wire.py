@@ -5,10 +5,9 @@ from typing import Protocol
 
 import torch
 
+from engines.offload.pipeline.cut import GROUP, int8_bytes
 from harness.api import OffloadPolicy
 
-#: Values that share a scale: a few channels of a language model's hidden states are far larger than the others.
-GROUP = 64
 #: The largest code.
 _MOST = 127
 
@@ -53,7 +52,7 @@ class Int8Wire(Wire):
     dtype: torch.dtype
 
     def nbytes(self, rows: int, width: int) -> int:
-        return rows * (4 * _groups(width) + width)
+        return rows * int8_bytes(width)
 
     def packed(self, hidden: torch.Tensor) -> torch.Tensor:
         rows, width = hidden.shape

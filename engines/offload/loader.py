@@ -19,7 +19,9 @@ from engines.offload.memory.plan import MemoryPlan, mib
 from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.memory.storage import Panels, Plain, WeightStorage
 from engines.offload.model.activation_offload import ActivationOffload
+from engines.offload.model.direct_calls import call_directly
 from engines.offload.model.fused_norms import fuse_rms_norms
+from engines.offload.model.fused_rotary import fuse_rotary
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
@@ -59,6 +61,8 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
     if (norm := backend.kernels.rms_norm()) is not None:
         fuse_rms_norms(meta_model.module, norm)
+    if (rotary := backend.kernels.rotary()) is not None:
+        fuse_rotary(meta_model.module, rotary, meta_model.dtype)
     stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
@@ -78,6 +82,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         activations = backend.activations(batches, rows, model.shape.hidden * compute_bytes, throttle)
         offload = ActivationOffload(offloaded_layers, activations, backend.placement().activations[2])
         stack.callback(offload.close)
+    call_directly(meta_model.module)
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
     balance = io_compute_balance_rows(

@@ -140,7 +140,7 @@ class MetaModel:
 
     def use(self, weights: Weights | None) -> None:
         """Linear layers and mixtures get their products from `weights` from now on."""
-        self._layers.weights = weights
+        self._layers.use(weights)
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [rows of logits_indices, vocabulary] of one pass, in the compute dtype; of a stage but the last, its

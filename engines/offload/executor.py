@@ -126,7 +126,7 @@ class Executor:
         return [torch.as_tensor(batch.stopped_for) for batch in running]
 
     def _ops_of(self, streamed: Sequence[bool], spans: Sequence[range], batches: int) -> Sequence[Op]:
-        """The operations of a pass of `batches` batches, without those for which a batch that is alone does not stop."""
+        """The operations of a pass, without those for which a batch that is alone does not stop."""
         ops = pass_ops(streamed, spans, batches, self._loaded.overlaps)
         unstopped = {i for run in self._whole.values() for i in run.indices if batches == 1}
         return [op for op in ops if op.tile not in unstopped]

@@ -9,7 +9,7 @@ import torch
 
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import HostKernels, WeightPack
+from engines.offload.kernels import HostKernels, KernelSet, WeightPack
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.load_options import choose_option, options, with_tiles
 from engines.offload.loaded_model import LoadedModel
@@ -59,10 +59,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
-    if (norm := backend.kernels.rms_norm()) is not None:
-        fuse_rms_norms(meta_model.module, norm)
-    if (rotary := backend.kernels.rotary()) is not None:
-        fuse_rotary(meta_model.module, rotary, meta_model.dtype)
+    _fuse(meta_model, backend.kernels)
     stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
@@ -129,6 +126,14 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         timeline=timeline,
         report=_report(model.shape, realised, plan, backend.placement(), gemm.arithmetic, notes),
     )
+
+
+def _fuse(model: MetaModel, kernels: KernelSet) -> None:
+    """Has kernels compute what the module's own code computes in many operations."""
+    if (norm := kernels.rms_norm()) is not None:
+        fuse_rms_norms(model.module, norm)
+    if (rotary := kernels.rotary()) is not None:
+        fuse_rotary(model.module, rotary, model.dtype)
 
 
 def _converted(

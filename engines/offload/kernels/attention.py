@@ -156,7 +156,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             wide.data_ptr(), wide.stride(0), wide.stride(1), base, table.data_ptr(),
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
-            len(cached), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
+            len(metadata.counts), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(), threads, width,
             log2_group,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def compiled_writer(cache: Path) -> RowWriter:
             keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
             values.data_ptr(), values.stride(0) * size, values.stride(1) * size,
             blocks.data_ptr(), block * size, half * size, head * size, *target.addresses,
-            len(target.blocks), heads, width * size,
+            target.blocks.shape[0], heads, width * size,
         )  # fmt: skip
 
     return write

@@ -47,7 +47,7 @@ class JointGemm:
         operands = [request for request in requests if request is not None]
         self._matrices, self._x, self._biases = operands[0]
         self._backend = backend
-        counts = [len(request.x) for request in operands]
+        counts = [request.x.shape[0] for request in operands]
         rows = sum(counts)
         padded = rows if backend.pool else padded_rows(rows, self._x.element_size())
         if len(operands) > 1 or padded > rows:
@@ -98,12 +98,12 @@ class JointGemm:
     def add_run(self, run: ResidentRun) -> None:
         """Adds the contribution of the next tiles, on the backend's pool. They are done on return if they are all."""
         self._added += len(run.indices)
-        if not len(self._x):
+        if not self._x.shape[0]:
             return
         if run.whole:
             assert self._backend.pool is not None
-            tiles = [tiles for _, _, tiles in run.parts]
-            self._backend.pool.multiply(self._x, [*zip(tiles, self._biases, self._outs, strict=True)])
+            parts = zip(run.parts, self._biases, self._outs, strict=True)
+            self._backend.pool.multiply(self._x, [(tiles, bias, out) for (_, _, tiles), bias, out in parts])
             return
         for matrix, start, tiles in run.parts:
             self._add_panels(matrix, start, tiles)

@@ -21,7 +21,7 @@ from engines.offload.model.activation_offload import PAUSED, pause
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_ops import ALL, Op, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN
-from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, resident_runs
+from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, ResidentRun, resident_runs
 from harness.api import HarnessError
 
 
@@ -66,8 +66,8 @@ class _Batch:
         self._timeline.add("compute", BETWEEN, began, self._timeline.now())
 
     def resume_paused(self) -> None:
-        """Resumes the batch from a pause, once the other batches have reached it too."""
-        if self.stopped_for is PAUSED:
+        """Resumes the batch from a pause, once the other batches have reached it too; alone it may pause again."""
+        while self.stopped_for is PAUSED:
             began = self._timeline.now()
             self.stopped_for = self._greenlet.switch()
             self._timeline.add("compute", BETWEEN, began, self._timeline.now())
@@ -84,8 +84,9 @@ class Executor:
 
     A batch stops in `gemm`. When all have stopped, the executor multiplies the rows of all batches that wait for the
     next matrix together, tile by tile as tiles arrive, and resumes each batch with its rows: a weight is read, and
-    unpacked or cast, once for all batches. If attention overlaps products, a batch also stops in `attend`, while its
-    attention runs in a separate thread or stream.
+    unpacked or cast, once for all batches. A batch that is alone in its pass does not stop for a matrix that is
+    resident as a whole. If attention overlaps products, a batch also stops in `attend`, while its attention runs in a
+    separate thread or stream.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -93,10 +94,12 @@ class Executor:
         self._tiles, self._stream, self._timeline = loaded.tiles, loaded.stream, loaded.timeline
         streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
         spans = joined_spans(matrix_spans(loaded.tiles), loaded.meta_model.joins)
-        #: The operations of a pass by its number of batches.
-        self._pass_ops = cache(partial(pass_ops, streamed, spans, overlaps=loaded.overlaps))
         #: By the first one's index, tiles that are resident, follow each other and are multiplied by a pool.
         self._resident = resident_runs(loaded.tiles, spans, loaded.resident, loaded.gemms)
+        #: By the first matrix, those of matrices that are resident as a whole.
+        self._whole = {loaded.tiles[i].matrix: run for i, run in self._resident.items() if run.whole}
+        #: The operations of a pass by its number of batches.
+        self._ops = cache(partial(self._ops_of, streamed, spans))
         matrices = loaded.meta_model.matrices
         rows = {matrix.name: matrix.rows for matrix in matrices}
         #: By the first matrix, the outputs of all that are multiplied together.
@@ -115,7 +118,7 @@ class Executor:
         self._batches = len(batches)
         running = [_Batch(self._loaded, batch) for batch in batches]
         try:
-            self._run(self._pass_ops(len(batches)), running, meanwhile)
+            self._run(self._ops(len(batches)), running, meanwhile)
         except BaseException:
             self._finish()
             for batch in running:
@@ -123,6 +126,12 @@ class Executor:
             raise
         self._experts.end_pass()
         return [torch.as_tensor(batch.stopped_for) for batch in running]
+
+    def _ops_of(self, streamed: Sequence[bool], spans: Sequence[range], batches: int) -> Sequence[Op]:
+        """The operations of a pass, without those for which a batch that is alone does not stop."""
+        ops = pass_ops(streamed, spans, batches, self._loaded.overlaps)
+        unstopped = {i for run in self._whole.values() for i in run.indices if batches == 1}
+        return [op for op in ops if op.tile not in unstopped]
 
     def _run(self, ops: Sequence[Op], batches: Sequence[_Batch], meanwhile: Callable[[], None] | None) -> None:
         in_ring: dict[int, torch.Tensor] = {}  # by tile
@@ -182,6 +191,16 @@ class Executor:
         elif self._loaded.device.where.type == "cpu":  # the product has ended, who knows when: nothing computed
             self._timeline.add_idle(time.perf_counter() - began)
 
+    def _multiply_at_once(self, run: ResidentRun, request: GemmRequest) -> Sequence[torch.Tensor]:
+        """The products of a batch that is alone with matrices that are resident as a whole."""
+        began, matrix = self._timeline.now(), request.matrices[0]
+        product = JointGemm([request], self._outputs[matrix], run.backend)
+        product.add_run(run)
+        self._timeline.add("compute", matrix, began, self._timeline.now())
+        [rows] = product.parts
+        assert rows is not None
+        return rows
+
     def _add(self, tile: WeightTile, stored: torch.Tensor) -> int:
         """Adds one tile, of these bytes, to the product that runs; returns its number there."""
         assert self._product is not None
@@ -227,6 +246,8 @@ class Executor:
     ) -> Sequence[torch.Tensor]:
         """See Weights.gemm."""
         request = GemmRequest(matrices, x.reshape(-1, x.shape[-1]), biases)
+        if self._batches == 1 and (run := self._whole.get(matrices[0])) is not None:
+            return self._multiply_at_once(run, request)
         return cast(Sequence[torch.Tensor], getcurrent().parent.switch(request))
 
     def attend(self, task: AttentionTask) -> torch.Tensor:

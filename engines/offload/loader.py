@@ -9,7 +9,7 @@ import torch
 
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import HostKernels, WeightPack
+from engines.offload.kernels import HostKernels, KernelSet, WeightPack
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.load_options import choose_option, options, with_tiles
 from engines.offload.loaded_model import LoadedModel
@@ -19,7 +19,9 @@ from engines.offload.memory.plan import MemoryPlan, mib
 from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.memory.storage import Panels, Plain, WeightStorage
 from engines.offload.model.activation_offload import ActivationOffload
+from engines.offload.model.direct_calls import call_directly
 from engines.offload.model.fused_norms import fuse_rms_norms
+from engines.offload.model.fused_rotary import fuse_rotary
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.prefill_budget import steady_blocks
@@ -57,8 +59,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
-    if (norm := backend.kernels.rms_norm()) is not None:
-        fuse_rms_norms(meta_model.module, norm)
+    _fuse(meta_model, backend.kernels)
     stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
@@ -78,6 +79,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         activations = backend.activations(batches, rows, model.shape.hidden * compute_bytes, throttle)
         offload = ActivationOffload(offloaded_layers, activations, backend.placement().activations[2])
         stack.callback(offload.close)
+    call_directly(meta_model.module)
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
     balance = io_compute_balance_rows(
@@ -124,6 +126,14 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         timeline=timeline,
         report=_report(model.shape, realised, plan, backend.placement(), gemm.arithmetic, notes),
     )
+
+
+def _fuse(model: MetaModel, kernels: KernelSet) -> None:
+    """Has kernels compute what the module's own code computes in many operations."""
+    if (norm := kernels.rms_norm()) is not None:
+        fuse_rms_norms(model.module, norm)
+    if (rotary := kernels.rotary()) is not None:
+        fuse_rotary(model.module, rotary, model.dtype)
 
 
 def _converted(

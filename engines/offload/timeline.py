@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +71,8 @@ class Timeline:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock
+        #: The time at which the next work begins, for `add`.
+        self.now: Callable[[], Any] = time.perf_counter if clock is None else clock.stamp
         self.under_way = 1
         self.clear()
 
@@ -86,10 +88,6 @@ class Timeline:
         self.passes = self.rows = self.shared_tokens = 0
         self.wait_s = self.load_s = self.compute_s = self.idle_s = 0.0
         self.tasks: dict[str, float] = {}
-
-    def now(self) -> Any:
-        """The time at which the next work begins, for `add`."""
-        return time.perf_counter() if self._clock is None else self._clock.stamp()
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Adds a span; times are of `time.perf_counter` or of `now`."""
@@ -201,14 +199,16 @@ def _tasks(lanes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
         return [s[2:] for s in lanes[lane] if s.name.startswith(names or ("",)) and s.name not in but]
 
     attention, between = times("attention"), times("compute", BETWEEN)
-    nested = [*attention, *times("wait"), *times("activations")]  # may lie inside the spans between products
+    products = times("compute", but=(BETWEEN, AWAITING))
+    # what may lie inside the spans between products; a batch that is alone does not stop for each of its own
+    nested = [*attention, *times("wait"), *times("activations"), *products]
     other = union_length([*nested, *between]) - union_length(nested)
     return {
         "task_load_weights": union_length(times("load")),
         "task_load_cache": union_length(times("cache", "read")),
         "task_store_cache": union_length(times("cache", "write")),
         "task_move_activations": union_length(times("activations")),
-        "task_products": union_length(times("compute", but=(BETWEEN, AWAITING))),
+        "task_products": union_length(products),
         "task_attention": union_length(attention),
         "task_other": other,
         "task_waiting": union_length([*times("wait"), *times("compute", AWAITING)]),

@@ -8,6 +8,7 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the union of (start, end) intervals, in their unit."""
     length, reach = 0.0, -math.inf
     for low, high in sorted(intervals):
-        length += max(0.0, high - max(low, reach))
-        reach = max(reach, high)
+        if high > reach:
+            length += high - (low if low > reach else reach)
+            reach = high
     return length

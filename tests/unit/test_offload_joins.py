@@ -7,6 +7,7 @@ from engines.offload.kernels import AttentionSpec
 from engines.offload.model import build
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.model.meta_model import MetaModel
+from engines.offload.timeline import BETWEEN
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from tests.offload import OTHERS, load, tiny
 
@@ -104,6 +105,22 @@ POLICIES = {
                               "weights": (0.0, 0.5, 0.5)},
     "nano-batches": {"schedule": "sweep", "gpu_batch_size": 4, "nano_batches": 2, "weights": (0.0, 0.5, 0.5)},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("opt", 16)])
+def test_a_batch_that_is_alone_has_the_bits_of_one_that_stops_for_each_matrix(tmp_path, kind, kv_bits):
+    """Where all is resident it does not stop; where weights are streamed, and among nano-batches, it does."""
+    model = tiny(tmp_path, kind, torch.bfloat16, num_hidden_layers=2)
+    found = []
+    for weights, batch, nano in (((0.0, 1.0, 0.0), 1, 1), ((0.0, 0.5, 0.5), 1, 1), ((0.0, 1.0, 0.0), 4, 2)):
+        policy = {"weights": weights, "gpu_batch_size": batch, "nano_batches": nano, "kv_bits": kv_bits}
+        engine, _ = load(model, tmp_path / "cache", schedule="sweep", prefill_chunk=9, **policy)
+        found.append({result.id: (result.tokens, result.logprobs) for result in engine.generate(REQUESTS)})
+        stops = sum(span.name == BETWEEN for span in engine.loaded.timeline.kept)
+        in_one_call = all(way.pool for way in engine.loaded.gemms.values())
+        engine.close()
+        assert (stops == 1) == (in_one_call and (weights[1], batch) == (1.0, 1))
+    assert found[0] == found[1] == found[2]
 
 
 #: Each loads two engines; the fast ones have a product in one call, and tiles that come one by one beside others.

@@ -15,7 +15,7 @@ from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain
 from engines.offload.pass_ops import ALL, AttentionOverlap, attention_overlaps, pass_ops
 from engines.offload.scheduled_chunk import ActiveSequence, ScheduledChunk, split
-from engines.offload.timeline import Timeline
+from engines.offload.timeline import BETWEEN, Timeline
 from engines.offload.weights.gemm import GemmBackend, padded_output
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
@@ -308,6 +308,16 @@ def test_the_kept_pass_becomes_chrome_trace_events():
         "passes": 1, "rows_per_pass": 5, "disk_busy_s": 4, "disk_wait_s": 0.5,
         "shared_prompt_tokens": 0, "disk_hidden": pytest.approx(0.875)
     }  # fmt: skip
+
+
+def test_what_runs_between_products_is_timed_without_what_lies_inside_it():
+    timeline = Timeline()
+    timeline.add("compute", BETWEEN, 0.0, 10.0)
+    for start in (2.0, 5.0):
+        timeline.add("compute", "w", start, start + 1)
+    timeline.add("attention", "layer 0", 8.0, 9.0)
+    tasks = timeline.end_pass(1).tasks
+    assert {task: s for task, s in tasks.items() if s} == {"task_products": 2, "task_attention": 1, "task_other": 7}
 
 
 def test_products_in_16_bits_have_few_numbers_of_rows() -> None:

@@ -60,6 +60,7 @@ class AttentionMetadata:
     block_table: torch.Tensor
     upload: Callable[[torch.Tensor], torch.Tensor]
     _tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+    _offsets: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -81,6 +82,16 @@ class AttentionMetadata:
             segment, first = self.upload(torch.tensor(tiles, dtype=torch.int32).T.contiguous())
             self._tiles[tokens] = segment, first
         return self._tiles[tokens]
+
+    def locate(self, blocks: KVBlocks) -> tuple[int, torch.Tensor]:
+        """Where the blocks of `block_table` lie in host memory: an address, and how many bytes behind it, int64. The
+        latter are made once a pass where all of a layer's blocks lie together."""
+        if blocks.has_others:
+            return 0, blocks.addresses(self.block_table)
+        size = blocks.rows.stride(0) * blocks.rows.itemsize
+        if size not in self._offsets:
+            self._offsets[size] = self.block_table.long() * size
+        return blocks.rows.data_ptr(), self._offsets[size]
 
 
 class AttentionKernel(Protocol):
@@ -118,7 +129,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     Raises NoCompilerError where it cannot be built.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    arguments = [pointer, number, number, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
+    arguments = [pointer, *[number] * 3, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
@@ -135,17 +146,17 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         wide = wide if wide.stride(2) == 1 else wide.contiguous()
         heads, tokens, dim = query.shape
         _, _, kv_heads, block, width = blocks.rows.shape
-        cached, starts, table = metadata.cached, metadata.starts, blocks.addresses(metadata.block_table)
+        cached, starts, (base, table) = metadata.cached, metadata.starts, metadata.locate(blocks)
         assert blocks.rows.stride()[1:] == (kv_heads * block * width, block * width, width, 1)
         assert all(t.is_contiguous() for t in (table, cached, starts))
         assert width * blocks.rows.itemsize == stored.row_bytes(dim)
         assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)
         kernel(
-            wide.data_ptr(), wide.stride(0), wide.stride(1), table.data_ptr(),
+            wide.data_ptr(), wide.stride(0), wide.stride(1), base, table.data_ptr(),
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
-            len(cached), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
+            len(metadata.counts), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(), threads, width,
             log2_group,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from engines.offload.kernels.quantizer import (
 )
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
 from engines.offload.kernels.rms_norm import RMSNorm, compiled_rms_norm
+from engines.offload.kernels.rotary import Rotary, compiled_rotary
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
@@ -60,6 +61,9 @@ class KernelSet(Protocol):
 
     def rms_norm(self) -> RMSNorm | None:
         """Norms rows in one call; None where there is no such kernel."""
+
+    def rotary(self) -> Rotary | None:
+        """Rotates queries and keys by their positions in one call; None where there is no such kernel."""
 
 
 class HostKernels:
@@ -125,6 +129,9 @@ class HostKernels:
 
     def rms_norm(self) -> RMSNorm | None:
         return self._compiled(lambda: compiled_rms_norm(self.cache))
+
+    def rotary(self) -> Rotary | None:
+        return self._compiled(lambda: compiled_rotary(self.cache))
 
     def row_writer(self) -> RowWriter:
         """Writes new keys and values into KV blocks."""
@@ -193,6 +200,9 @@ class DeviceKernels:
         return hadamard
 
     def rms_norm(self) -> RMSNorm | None:
+        return None
+
+    def rotary(self) -> Rotary | None:
         return None
 
 

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -24,33 +25,41 @@ class Target:
     offsets: torch.Tensor
     staged: bool
 
+    @cached_property
+    def addresses(self) -> tuple[int | None, int, int]:
+        """Of `tokens`, `blocks` and `offsets`, in host memory: the same for all layers of a pass."""
+        numbers = (self.tokens, self.blocks, self.offsets)
+        assert all(n is None or (n.dtype == torch.int64 and n.is_contiguous()) for n in numbers)
+        return None if self.tokens is None else self.tokens.data_ptr(), self.blocks.data_ptr(), self.offsets.data_ptr()
 
-#: Writes rows [tokens, kv_heads, ...] of new tokens into blocks [blocks, kv_heads, BLOCK_SIZE, ...] of keys or values.
-RowWriter = Callable[[torch.Tensor, Target, torch.Tensor], None]
+
+#: Writes keys and values [tokens, kv_heads, ...] of new tokens into blocks [blocks, 2, kv_heads, BLOCK_SIZE, ...].
+RowWriter = Callable[[torch.Tensor, Target, torch.Tensor, torch.Tensor], None]
 
 
-def torch_writer(blocks: torch.Tensor, target: Target, new: torch.Tensor) -> None:
+def torch_writer(blocks: torch.Tensor, target: Target, keys: torch.Tensor, values: torch.Tensor) -> None:
     """By torch, on any device: the reference."""
-    blocks[target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
+    for which, new in enumerate((keys, values)):
+        blocks[:, which][target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
 
 
 def compiled_writer(cache: Path) -> RowWriter:
     """In C++, where torch's indexing would go element by element. Raises NoCompilerError where it cannot be built."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    arguments = [pointer, number, number, pointer, number, number, *[pointer] * 3, *[number] * 3]
+    arguments = [*[pointer, number, number] * 2, pointer, *[number] * 3, *[pointer] * 3, *[number] * 3]
     write_rows = function(CSRC / "kv_rows.cpp", "write_rows", arguments, cache)
 
-    def write(blocks: torch.Tensor, target: Target, new: torch.Tensor) -> None:
-        size, (_, heads, _, width) = new.itemsize, blocks.shape
-        new = new if new.stride(2) == 1 else new.contiguous()
-        assert new.dtype == blocks.dtype and new.shape[1:] == (heads, width) and blocks.stride()[2:] == (width, 1)
-        tokens, slots, offsets = target.tokens, target.blocks, target.offsets
-        assert all(index is None or (index.dtype == torch.int64 and index.is_contiguous())
-                   for index in (tokens, slots, offsets))  # fmt: skip
+    def write(blocks: torch.Tensor, target: Target, keys: torch.Tensor, values: torch.Tensor) -> None:
+        size, (_, _, heads, _, width) = blocks.itemsize, blocks.shape
+        block, half, head, *row = blocks.stride()
+        keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
+        assert keys.dtype == values.dtype == blocks.dtype and row == [width, 1]
+        assert keys.shape == values.shape and keys.shape[1:] == (heads, width)
         write_rows(
-            new.data_ptr(), new.stride(0) * size, new.stride(1) * size, blocks.data_ptr(), blocks.stride(0) * size,
-            blocks.stride(1) * size, None if tokens is None else tokens.data_ptr(), slots.data_ptr(),
-            offsets.data_ptr(), len(slots), heads, width * size,
+            keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
+            values.data_ptr(), values.stride(0) * size, values.stride(1) * size,
+            blocks.data_ptr(), block * size, half * size, head * size, *target.addresses,
+            target.blocks.shape[0], heads, width * size,
         )  # fmt: skip
 
     return write
@@ -62,6 +71,10 @@ class KVBlocks(Protocol):
     @property
     def rows(self) -> torch.Tensor:
         """Some of the blocks, [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or row_bytes]."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are blocks behind `rows`."""
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """Copies n blocks, [n, 2, kv_heads, BLOCK_SIZE, ...]."""
@@ -79,6 +92,10 @@ class LayerBlocks:
 
     rows: torch.Tensor
     staged: torch.Tensor | None = None
+
+    @property
+    def has_others(self) -> bool:
+        return self.staged is not None
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         resident = len(self.rows)
@@ -98,12 +115,12 @@ class LayerBlocks:
         staged = table - len(self.rows)
         return torch.where(staged < 0, resident, _addresses(self.staged, staged.clamp(min=0)))
 
-    def put(self, which: int, targets: Sequence[Target], new: torch.Tensor, writer: RowWriter) -> None:
-        """Writes keys (`which` 0) or values (1) `new` [tokens, kv_heads, ...]."""
+    def put(self, targets: Sequence[Target], keys: torch.Tensor, values: torch.Tensor, writer: RowWriter) -> None:
+        """Writes keys and values [tokens, kv_heads, ...]."""
         for target in targets:
             to = self.staged if target.staged else self.rows
             assert to is not None
-            writer(to[:, which], target, new)
+            writer(to, target, keys, values)
 
 
 def _addresses(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

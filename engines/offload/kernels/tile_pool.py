@@ -59,13 +59,14 @@ class TilePool:
         """The products of x [rows, columns] in `dtype` with several matrices, complete on return; see PanelProduct.add.
         Raises MemoryError."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        table: list[int] = []
+        size, table = x.shape, list[int]()
+        assert x.dtype == self.torch_dtype
         for tiles, bias, out in matrices:
-            _check(x, self.torch_dtype, tiles, bias, out)
+            _check(size, self.torch_dtype, tiles, bias, out)
             table += [tiles.address, tiles.count, 0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0)]
         late = _POINTER()
         had_memory = self._multiply(
-            self._handle, x.data_ptr(), x.stride(0), *x.shape, (_SIZE * len(table))(*table), len(matrices),
+            self._handle, x.data_ptr(), x.stride(0), *size, (_SIZE * len(table))(*table), len(matrices),
             ctypes.byref(late),
         )  # fmt: skip
         self._keep_late(late.value, x)
@@ -125,10 +126,11 @@ MatrixProduct = tuple[PanelTiles, torch.Tensor | None, torch.Tensor]
 
 
 def _check(
-    x: torch.Tensor, dtype: torch.dtype, tiles: PanelTiles, bias: torch.Tensor | None, out: torch.Tensor
+    x_size: Sequence[int], dtype: torch.dtype, tiles: PanelTiles, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    assert out.shape == (x.shape[0], tiles.rows) and tiles.columns == x.shape[1]
-    assert out.stride(1) == 1 and out.dtype == x.dtype == dtype
+    rows, columns = x_size
+    assert out.shape == (rows, tiles.rows) and tiles.columns == columns
+    assert out.stride(1) == 1 and out.dtype == dtype
     assert bias is None or (bias.shape == (tiles.rows,) and bias.is_contiguous() and bias.dtype == dtype)
 
 
@@ -146,7 +148,7 @@ class PanelProduct:
 
         `out` must be kept until they are done, their weights as TilePool says. Raises MemoryError.
         """
-        _check(self._x, self._pool.torch_dtype, tiles, bias, out)
+        _check(self._x.shape, self._pool.torch_dtype, tiles, bias, out)
         added = self._pool.add_tiles(
             self._handle, tiles.table, tiles.count, None if bias is None else bias.data_ptr(), out.data_ptr(),
             out.stride(0),

@@ -110,9 +110,10 @@ class AttentionTask:
         batch, context, layer = self._batch, self._batch.context, self._layer
         blocks = context.cache.layer(layer, batch.batch)
         began = context.timeline.now()  # not before: the cache's waits have a lane of their own
-        dtype = self._operands[0].dtype
-        query, key, value = (context.hadamard(x) if context.hadamard else x for x in self._operands)
-        query = query.to(dtype) if context.device.where.type != "cpu" else query  # a device's matrix units take 16 bits
+        query, key, value = self._operands
+        if context.hadamard is not None:
+            rotated, key, value = map(context.hadamard, self._operands)
+            query = rotated if context.device.where.type == "cpu" else rotated.to(query.dtype)  # its units take 16 bits
         host_attention = context.cache.host_attention
         if host_attention is not None and batch.host_chunks is not None:
             self._on_host = host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)

@@ -29,6 +29,10 @@ class HostLayer:
     def rows(self) -> torch.Tensor:
         return self.pieces[0]
 
+    @property
+    def has_others(self) -> bool:
+        return len(self.pieces) > 1
+
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
         starts = torch.tensor([piece.data_ptr() for piece in self.pieces])
         per_piece, block = len(self.rows), self.rows.stride(0) * self.rows.itemsize

@@ -52,6 +52,7 @@ class PagedCache(BlockManager):
         self.num_device_blocks = num_device_blocks
         self._block_shape, dtype = block_layout(shape, stored)
         self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
+        self._resident = [LayerBlocks(rows) for rows in self._rows]  # by layer
         self._quantizer = quantizer
         self._writer = writer
         self.offloaded = offloaded
@@ -144,7 +145,7 @@ class PagedCache(BlockManager):
         """A batch's blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that
         failed."""
         if self.offloaded is None:
-            return LayerBlocks(self._rows[layer])
+            return self._resident[layer]
         records = self.offloaded.staged(layer, batch).view(self._rows.dtype).view(self.offloaded.slots, -1)
         staged = records[:, : math.prod(self._block_shape)].view(-1, *self._block_shape)
         return LayerBlocks(self._rows[layer], staged)
@@ -156,8 +157,8 @@ class PagedCache(BlockManager):
 
     def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
-        for which, new in enumerate((key, value)):
-            to.put(which, slots, self._quantizer.pack(new.transpose(0, 1)), self._writer)
+        keys, values = (self._quantizer.pack(new.transpose(0, 1)) for new in (key, value))
+        to.put(slots, keys, values, self._writer)
 
     def _written(self, chunks: Iterable[Chunk]) -> set[int]:
         """Offloaded blocks that chunks write to."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from engines.common.requests import special_tokens
 from engines.offload.kernels import AttentionSpec
 from engines.offload.memory.tensor_part import TensorPart
-from engines.offload.model.hooks import DRY_RUN
+from engines.offload.model.dry_hooks import DRY_RUN
 from engines.offload.model.stage import Stage
 from engines.offload.weights.gemm import padded_output
 from harness.api import HarnessError, ModelShape, UnsupportedError, first_line

@@ -67,9 +67,15 @@ class LayerProducts:
     def __init__(self, parts: MatrixParts) -> None:
         self.weights: Weights | None = None
         self._parts = parts
+        self._biases: Mapping[str, torch.Tensor | None] = {}  # by matrix
         self._after_attention: frozenset[str] = frozenset()
         self._join_of: Mapping[str, Sequence[str]] = {}  # by its first matrix
         self._linears: dict[str, Any] = {}  # by matrix
+
+    def use(self, weights: Weights | None) -> None:
+        """Asks `weights` for products from now on, with the biases that the modules have now."""
+        self.weights = weights
+        self._biases = {name: self._parts.bias(name, module.bias) for name, module in self._linears.items()}
 
     def learn(self, dry: DryPass, ends_in_logits: bool = True) -> None:
         """What the dry pass found: which matrices multiply the same input, and which come after the last attention, so
@@ -133,9 +139,10 @@ class LayerProducts:
                 raise HarnessError(f"{name} multiplies another input than the matrices that it was joined with")
             return output
         join = self._join_of.get(name, (name,))
-        outputs = self._gemm(join, x, [self._parts.bias(name, self._linears[name].bias) for name in join])
-        ahead.update((matrix, (x, output)) for matrix, output in zip(join[1:], outputs[1:], strict=True))
-        return outputs[0]
+        first, *others = self._gemm(join, x, [self._biases[matrix] for matrix in join])
+        for matrix, output in zip(join[1:], others, strict=True):
+            ahead[matrix] = x, output
+        return first
 
     def _gemm(
         self, names: Sequence[str], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
@@ -152,8 +159,10 @@ class LayerProducts:
 
     def _serves_logits_only(self, name: str, rows: int) -> bool:
         """Whether a matrix comes after the last attention and its `rows` are the batch's, some without logits."""
+        if name not in self._after_attention:
+            return False
         batch = current_batch.get()
-        return name in self._after_attention and len(batch.logits_indices) < len(batch.ids) == rows
+        return len(batch.logits_indices) < len(batch.ids) == rows
 
 
 def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:

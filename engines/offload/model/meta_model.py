@@ -160,7 +160,7 @@ class MetaModel:
 
     def use(self, weights: Weights | None) -> None:
         """Linear layers and mixtures get their products from `weights` from now on."""
-        self._layers.weights = weights
+        self._layers.use(weights)
 
     def put_together_by(self, collectives: Collectives) -> None:
         """Products with parts of matrices are put together by `collectives` from now on."""

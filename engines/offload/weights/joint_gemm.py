@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +16,7 @@ from engines.offload.memory.storage import Panels, WeightStorage
 from engines.offload.weights.gemm import GemmBackend, padded_output
 
 
-@dataclass(frozen=True)
-class GemmRequest:
+class GemmRequest(NamedTuple):
     """Products that a batch needs: x [rows, columns] times the transpose of each matrix, plus its bias [outputs]."""
 
     matrices: Sequence[str]
@@ -25,16 +26,13 @@ class GemmRequest:
 
 @dataclass(frozen=True)
 class ResidentRun:
-    """Resident tiles that follow each other in matrices with one input, ready for a pool: by matrix, those from row
-    `start` on. `whole`: they are all the tiles of these matrices, and multiplied in one call."""
+    """Resident tiles that follow each other in matrices with one input, ready for the pool of `backend`: by matrix,
+    those from row `start` on. `indices` are the tiles' own; `whole`: they are all the tiles of these matrices."""
 
     parts: Sequence[tuple[str, int, PanelTiles]]
+    indices: Sequence[int]
     whole: bool
-
-    @property
-    def count(self) -> int:
-        """How many tiles they are."""
-        return sum(tiles.count for _, _, tiles in self.parts)
+    backend: GemmBackend
 
 
 class JointGemm:
@@ -47,8 +45,7 @@ class JointGemm:
 
     def __init__(self, requests: Sequence[GemmRequest | None], outputs: Sequence[int], backend: GemmBackend) -> None:
         operands = [request for request in requests if request is not None]
-        self.matrix = operands[0].matrices[0]
-        self._x = operands[0].x
+        self._matrices, self._x, self._biases = operands[0]
         self._backend = backend
         counts = [request.x.shape[0] for request in operands]
         rows = sum(counts)
@@ -57,16 +54,24 @@ class JointGemm:
             self._x = padded_output(padded, self._x.shape[1], self._x)
             torch.cat([request.x for request in operands], out=self._x[:rows])
             self._x[rows:] = 0
-        outs = [padded_output(padded, count, self._x, zeros=backend.pool is None) for count in outputs]
-        #: By matrix: its bias and results.
-        self._of = dict(zip(operands[0].matrices, zip(operands[0].biases, outs, strict=True), strict=True))
-        self.parts: list[Sequence[torch.Tensor] | None] = [outs]
+        self._outs = [padded_output(padded, count, self._x, zeros=backend.pool is None) for count in outputs]
+        self.parts: list[Sequence[torch.Tensor] | None] = [self._outs]
         if len(requests) > 1 or padded > rows:
-            by_operand = zip(*(torch.split(out[:rows], counts) for out in outs), strict=True)
+            by_operand = zip(*(torch.split(out[:rows], counts) for out in self._outs), strict=True)
             self.parts = [None if request is None else next(by_operand) for request in requests]
         self._sum: torch.Tensor | None = None  # of the matrix whose tiles are added
         self._added = 0  # tiles
         self._product: PanelProduct | None = None
+
+    @property
+    def matrix(self) -> str:
+        """The first matrix."""
+        return self._matrices[0]
+
+    @cached_property
+    def _of(self) -> Mapping[str, tuple[torch.Tensor | None, torch.Tensor]]:
+        """By matrix: its bias and results."""
+        return dict(zip(self._matrices, zip(self._biases, self._outs, strict=True), strict=True))
 
     def add(self, tile: WeightTile, weight: torch.Tensor, gemm: Gemm) -> int:
         """Adds the contribution of one tile, whose stored values are `weight`; returns its number. `gemm` multiplies
@@ -92,12 +97,13 @@ class JointGemm:
 
     def add_run(self, run: ResidentRun) -> None:
         """Adds the contribution of the next tiles, on the backend's pool. They are done on return if they are all."""
-        self._added += run.count
+        self._added += len(run.indices)
         if not self._x.shape[0]:
             return
         if run.whole:
             assert self._backend.pool is not None
-            self._backend.pool.multiply(self._x, [(tiles, *self._of[matrix]) for matrix, _, tiles in run.parts])
+            parts = zip(run.parts, self._biases, self._outs, strict=True)
+            self._backend.pool.multiply(self._x, [(tiles, bias, out) for (_, _, tiles), bias, out in parts])
             return
         for matrix, start, tiles in run.parts:
             self._add_panels(matrix, start, tiles)
@@ -155,7 +161,7 @@ def resident_runs(
                 run = [tiles[i] for i in indices]
                 parts = [_part(list(part), resident, backend) for _, part in itertools.groupby(run, _matrix)]
                 whole = len(run) == len(span) and span != spans[-1]
-                runs[run[0].index] = ResidentRun(parts, whole)
+                runs[run[0].index] = ResidentRun(parts, [tile.index for tile in run], whole, backend)
     return runs
 
 

@@ -1,11 +1,12 @@
 // Attention of a packed batch over a paged KV cache, in float32 arithmetic whatever the cache holds.
 //
 // q is [heads, tokens, dim], out is [tokens, heads, dim]. Segment i owns the tokens starts[i] to starts[i + 1], which
-// follow `cached[i]` tokens of the same sequence. Row i of table [segments, max_blocks] holds the addresses of its KV
-// blocks: keys [kv_heads, block, dim], and the values `values_after` bytes behind them. In a packed cache a row takes
-// `row_bytes` bytes instead of dim values. `block` is log2 of the tokens in a block. window = 0 and softcap = 0 turn
-// these off, sinks [heads] may be null, and value_topk = 1 takes all values; reference_attention.py defines them. lse
-// [tokens, heads], or null, receives log-sum-exps, by which the attention states of two parts of a cache are merged.
+// follow `cached[i]` tokens of the same sequence. Row i of table [segments, max_blocks] says how many bytes behind the
+// address `base` its KV blocks lie: keys [kv_heads, block, dim], and the values `values_after` bytes behind them. In a
+// packed cache a row takes `row_bytes` bytes instead of dim values. `block` is log2 of the tokens in a block. window = 0
+// and softcap = 0 turn these off, sinks [heads] may be null, and value_topk = 1 takes all values;
+// reference_attention.py defines them. lse [tokens, heads], or null, receives log-sum-exps, by which the attention
+// states of two parts of a cache are merged.
 //
 // Decode tokens: decode_attention.h reads the stored rows block by block, many heads at once. Prompt rows: two GEMMs
 // with keys and values as float32 panels. As long as values are finite, a row's result depends, bit for bit, only on
@@ -56,7 +57,7 @@ struct Scratch {
 // A segment's blocks. The rows of consecutive heads are `head_bytes` apart.
 struct BlockTable {
   const int64_t* table;
-  int64_t keys, values, head_bytes;  // keys, values: byte offset in a block of the first head's rows
+  int64_t keys, values, head_bytes;  // keys, values: what is added to a block's place for the first head's rows
   int block;                         // log2 of the tokens in a block
 
   const uint8_t* operator()(int64_t t, int64_t offset) const {
@@ -221,7 +222,7 @@ void attend_rows(const QueryRows& rows, const Panels& panels, const AttentionSpe
 }
 
 template <typename Stored>
-void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, const int64_t* table,
+void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, int64_t base, const int64_t* table,
             int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, float* lse,
             int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t max_blocks,
             const AttentionSpec& spec, int threads) {
@@ -251,7 +252,7 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
     for (size_t i = 0; i < items.size(); ++i) {
       const auto [segment, kv_head, last] = items[i];
       const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment], head = kv_head * group;
-      const int64_t bytes = stored.row_bytes, head_bytes = bytes << block, first_row = kv_head * head_bytes;
+      const int64_t bytes = stored.row_bytes, head_bytes = bytes << block, first_row = base + kv_head * head_bytes;
       const BlockTable blocks{table + segment * max_blocks, first_row, first_row + values_after, head_bytes, block};
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
@@ -281,13 +282,13 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
 }  // namespace
 
 #define ATTEND(name, type, ...)                                                                                       \
-  extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, const int64_t* table,                  \
+  extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, int64_t base, const int64_t* table,    \
                                 int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
                                 float* lse, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim,           \
                                 int block, int64_t max_blocks, int64_t window, float scale, float softcap,            \
                                 double value_topk, const float* sinks, int threads,                                   \
                                 [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {                     \
-    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, lse, segments, heads,       \
+    attend(q, q_head, q_row, type{__VA_ARGS__}, base, table, values_after, cached, starts, out, lse, segments, heads, \
            kv_heads, dim, block, max_blocks, {window, scale, softcap, value_topk, sinks}, threads);                   \
   }
 

@@ -3,25 +3,10 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "rounding.h"
 #include "threads.h"
 
 namespace {
-
-// Rounds to the nearest bfloat16, of two the even one; NaN stays NaN.
-inline Lanes rounded(Lanes x, const BFloat16*) {
-  const Bits bits = (Bits)x, nan = (Bits)(x != x);
-  const Bits nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-  return (Lanes)((nearest & ~nan) | (0x7fc00000u & nan));
-}
-inline Lanes rounded(Lanes x, const float*) { return x; }
-
-// Values that were rounded.
-inline void write(float* to, Lanes x) { store(to, x); }
-inline void write(BFloat16* to, Lanes x) {
-  const HalfBits half = __builtin_convertvector((Bits)x >> 16, HalfBits);
-  std::memcpy(to, &half, sizeof half);
-}
 
 template <typename T>
 void norm(const T* x, const T* weight, float epsilon, T* out, int64_t columns) {
@@ -42,10 +27,7 @@ void norm(const T* x, const T* weight, float epsilon, T* out, int64_t columns) {
   const Lanes factor = spread(1.0f / std::sqrt(mean + epsilon));
   const auto normed = [&](Lanes values, Lanes by) { return rounded(by * rounded(values * factor, x), x); };
   for (j = 0; j < whole; j += kLanes) write(out + j, normed(widen(x + j), widen(weight + j)));
-  if (whole == columns) return;
-  T last[kLanes];
-  write(last, normed(rest, widen(weight + whole, columns - whole)));
-  std::memcpy(out + whole, last, (columns - whole) * sizeof(T));
+  if (whole < columns) write(out + whole, normed(rest, widen(weight + whole, columns - whole)), columns - whole);
 }
 
 }  // namespace

@@ -16,6 +16,14 @@ _CLASSES = 32
 
 
 @dataclass(frozen=True)
+class WeightClass:
+    """`nbytes` of weights, each of which a pass reads with about the same `probability`."""
+
+    nbytes: float
+    probability: float
+
+
+@dataclass(frozen=True)
 class MemoryRequest:
     """What the engine needs memory for.
 
@@ -139,6 +147,16 @@ def hottest(
         nbytes -= sum(tiles[i].nbytes for i in more)
         chosen |= more
     return chosen
+
+
+def weight_classes(tiles: Sequence[WeightTile], probabilities: Sequence[float]) -> list[WeightClass]:
+    """The classes that `hottest` takes tiles from, in its order."""
+    sums: dict[int, list[float]] = {}
+    for tile, probability in zip(tiles, probabilities, strict=True):
+        total = sums.setdefault(round(probability * _CLASSES), [0.0, 0.0])
+        total[0] += tile.nbytes
+        total[1] += tile.nbytes * probability
+    return [WeightClass(nbytes, expected / nbytes) for _, (nbytes, expected) in sorted(sums.items(), reverse=True)]
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

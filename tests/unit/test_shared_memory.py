@@ -74,6 +74,12 @@ def programme(weights, cache_bytes, room, kinds, held):
     return linprog(cost, np.array(upper), limits, np.array(equal), sums, method="highs")
 
 
+def cache_lane(rng):
+    """A resource's seconds for all of the cache by tier: on disk no fewer than in host memory."""
+    device, host, disk = rng.uniform(0, 3, 3) * rng.integers(0, 2, 3)
+    return device, host, host + disk
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_memory_is_shared_as_the_linear_programme_does(seed):
@@ -89,8 +95,8 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
         (
             float(rng.integers(1, 40)),
             [
-                (*(rng.uniform(0, 1, 2) * rng.integers(0, 2, 2)), rng.uniform(0, 3, 3) * rng.integers(0, 2, 3),
-                 rng.uniform(0, 1), rng.uniform(0, 1, 2))
+                (*(rng.uniform(0, 1, 2) * rng.integers(0, 2, 2)), cache_lane(rng), rng.uniform(0, 1),
+                 rng.uniform(0, 1, 2))
                 for _ in range(rng.integers(1, 5))
             ],
         )
@@ -117,10 +123,10 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
         assert not solution.success
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "_PARTS", BLOCKS)
+        patch.setattr(placement, "_STEPS", 1 << 14)
         finest = shared.best()
     assert solution.success
-    assert finest.seconds == pytest.approx(solution.fun, rel=1e-4)
+    assert finest.seconds == pytest.approx(solution.fun, rel=5e-4)
     assert shared.best().seconds <= 1.01 * solution.fun + 1e-9
     assert sum(finest.blocks) == BLOCKS and min(finest.blocks) >= 0
 
@@ -187,33 +193,33 @@ def test_what_the_disk_has_no_room_for_stays_in_memory():
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 def test_a_host_keeps_a_cache_on_disk_that_it_cannot_hold(schedule):
     """Without rates that is refused for blocks, and for a sweep fewer sequences run."""
-    one = request("facebook/opt-1.3b")
-    policy = api.OffloadPolicy(64, 2 if schedule == "zigzag" else 1, schedule)
+    one = request("facebook/opt-1.3b", 128, 64)
+    policy = api.OffloadPolicy(64 if schedule == "zigzag" else 128, 2 if schedule == "zigzag" else 1, schedule)
     rates = PassRates(3e9, 4 << 20, lambda rows: 5e-11 + 2 * rows / 50e12, 30e9)
-    plan = plan_host_memory(one, policy, 3 * GIB, rates)
-    assert plan.disk_kv_blocks > 0 and plan.total_bytes <= 3 * GIB
+    plan = plan_host_memory(one, policy, 2 * GIB, rates)
+    assert plan.disk_kv_blocks > 0 and plan.total_bytes <= 2 * GIB
     if schedule == "sweep":
-        assert plan.sequences > plan_host_memory(one, policy, 3 * GIB).sequences
-        assert plan_host_memory(one, policy, 3 * GIB, rates, disk=0).disk_kv_blocks == 0
+        assert plan.sequences > plan_host_memory(one, policy, 2 * GIB).sequences
+        assert plan_host_memory(one, policy, 2 * GIB, rates, disk=0).disk_kv_blocks == 0
     else:
         with pytest.raises(api.InfeasibleError):
-            plan_host_memory(one, policy, 3 * GIB)
+            plan_host_memory(one, policy, 2 * GIB)
         assert plan.sequences == policy.block_size
 
 
 @pytest.mark.parametrize(
-    ("model", "bits", "sequences", "least", "limit"),
+    ("model", "bits", "options", "least", "limit"),
     [
-        ("facebook/opt-175b", 16, 512, 0.9, "disk"),
-        ("facebook/opt-175b", 4, 512, 3.3, "device"),
-        ("facebook/opt-30b", 16, 384, 12.6, "h2d"),
+        ("facebook/opt-175b", 16, {}, 0.9, "disk"),
+        ("facebook/opt-175b", 4, {"cpu_attention": True, "nano_batches": 2}, 3.3, "device"),
+        ("facebook/opt-30b", 16, {"cpu_attention": True, "nano_batches": 2}, 12.6, "host"),
     ],
 )
-def test_what_the_engine_places_by_itself_on_flexgen_s_machine(model, bits, sequences, least, limit):
-    """A sweep of 512 + 32 tokens, of which the policy says how many sequences it has at most; by the closed form."""
+def test_what_the_engine_places_by_itself_on_flexgen_s_machine(model, bits, options, least, limit):
+    """A sweep of 512 + 32 tokens with 512 sequences at most; by the closed form."""
     plans = planner_for(PlannedJob(shapes.shape(model), [Lengths(512, 32)]), hardware.load("t4_gcp"),
                         engine_cost_model("offload"), 1)  # fmt: skip
-    policy = plans.runnable(api.OffloadPolicy(sequences, schedule="sweep", weight_bits=bits, kv_bits=bits))
+    policy = plans.runnable(api.OffloadPolicy(512, schedule="sweep", weight_bits=bits, kv_bits=bits, **options))
     assert policy is not None
     found = plans.predict(policy)
     assert found.throughput_tok_s >= least, (found.throughput_tok_s, policy)

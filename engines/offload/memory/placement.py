@@ -19,8 +19,9 @@ from functools import cache as cached
 from engines.offload.memory.pass_time import Traffic
 from engines.offload.memory.plan import WeightClass, largest
 
-#: The cache is divided in so many parts at most, between which the best division is sought.
-_PARTS = 256
+#: What is on the device is sought in so many steps at most, and what is in host memory in steps so much finer: the time
+#: that the second search finds must tell apart the steps of the first.
+_STEPS, _FINER = 256, 16
 #: Times that differ by less than this share of them are equal: then more is in the upper tier.
 _EQUAL = 1e-9
 
@@ -55,7 +56,7 @@ class Shares:
 class SharedMemory:
     """The programme for `blocks` KV blocks of `block_bytes` bytes and `weights`, most likely ones first, in a `room`.
 
-    job_seconds: of what passes move; convex, and never less for more. `held`: bytes of weights that a policy sets for
+    job_seconds: of what passes move; convex, and never less for more, nor for blocks on disk than in host memory. `held`: bytes of weights that a policy sets for
     device and host; None where it sets none.
     """
 
@@ -76,12 +77,9 @@ class SharedMemory:
         """The placement of the least time; of equal ones that with more of the cache on the device, then in host
         memory. There must be one."""
         on_device, most = cached(self._with_on_device), self._most_on_device
-        bent = _convex_minimum(range(0, most + 1, self._grain), lambda n: on_device(n).seconds)
+        step = max(1, self.blocks // _STEPS)
+        bent = _convex_minimum(range(0, most + 1, step), lambda n: on_device(n).seconds)
         return min(on_device(most), on_device(bent), key=lambda shares: shares.seconds)
-
-    @property
-    def _grain(self) -> int:
-        return max(1, self.blocks // _PARTS)
 
     @property
     def _most_on_device(self) -> int:
@@ -109,7 +107,8 @@ class SharedMemory:
         idle = Traffic(0.0, first.traffic.copied, (on_device / self.blocks, below / self.blocks, 0.0))
         if first.seconds <= self.job_seconds(idle) * (1 + _EQUAL):
             return first  # nothing waits for the disk
-        best = _convex_minimum(range(least, most + 1, self._grain), lambda n: in_host(n).seconds)
+        step = max(1, self.blocks // (_STEPS * _FINER))
+        best = _convex_minimum(range(least, most + 1, step), lambda n: in_host(n).seconds)
         return min(first, in_host(best), key=lambda shares: shares.seconds)
 
     def _placed(self, on_device: int, in_host: int) -> Shares:

@@ -40,7 +40,6 @@ from engines.offload.weights.tile_reader import TileReader
 from harness.api import UnsupportedError
 from harness.common.host_memory import free_memory
 
-
 #: Bytes/s over a link of PCIe 3 x16, and of keys and values that the host attends to; and of the device's memory. They
 #: only weigh placements against each other, and are not measured before memory is taken.
 _LINK = LinkRates(up=12e9, down=12e9, attended=10e9)

@@ -13,7 +13,7 @@ from engines.offload.memory.layout import READERS
 from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
 from engines.offload.memory.placement import Room, SharedMemory
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib, weight_classes
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
@@ -110,9 +110,7 @@ class _Limits:
 class _DevicePlanner(MemoryPlanner):
     """`chunk`: prompt tokens of a batch in a pass."""
 
-    def __init__(
-        self, request: MemoryRequest, policy: OffloadPolicy, limits: _Limits, rates: PassRates | None
-    ) -> None:
+    def __init__(self, request: MemoryRequest, policy: OffloadPolicy, limits: _Limits, rates: PassRates | None) -> None:
         super().__init__(request, policy, limits.device, _CHUNK)
         self._limits = limits
         self._device = limits.device
@@ -134,9 +132,7 @@ class _DevicePlanner(MemoryPlanner):
 
     def with_chunk(self, chunk: int) -> _DevicePlanner:
         """The same for another chunk."""
-        return _DevicePlanner(
-            self._request, replace(self._policy, prefill_chunk=chunk), self._limits, self._rates
-        )
+        return _DevicePlanner(self._request, replace(self._policy, prefill_chunk=chunk), self._limits, self._rates)
 
     @property
     def steady_chunk(self) -> int:
@@ -207,7 +203,7 @@ class _DevicePlanner(MemoryPlanner):
             self._host_stage_bytes,
             self._limits.disk / (self._record * self._request.shape.num_layers),
         )
-        classes = weight_classes(self._request.tiles, self._read_probabilities(sequences))
+        classes = self._request.weight_classes(sequences)
         held = None if self._policy.weights is None else self._held_weights
         return SharedMemory(classes, blocks, self._block_bytes, room, self._passes(sequences).job_seconds, held)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes, stage_blocks
 from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
-from engines.offload.memory.placement import Room, Shares, SharedMemory
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib, weight_classes
+from engines.offload.memory.placement import Room, SharedMemory, Shares
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
@@ -182,7 +182,7 @@ class _HostPlanner(MemoryPlanner):
             host_stage_bytes=STAGES * record,
             on_disk=disk / (record * self._request.shape.num_layers),
         )
-        classes = weight_classes(self._request.tiles, self._read_probabilities(sequences))
+        classes = self._request.weight_classes(sequences)
         passes = JobPasses(self._request, self._policy, rates, sequences, self._activations.chunk, 0)
         block_bytes = kv_block_bytes(self._request.shape, self._request.cache)
         held = None if self._held_weights is None else (0.0, float(self._held_weights))

@@ -144,7 +144,7 @@ class JobPasses:
     def _time(self, products: float, attention: float, rows: float, traffic: Traffic) -> PassTime:
         """A pass of `rows` rows whose arithmetic takes so long."""
         rates, layers = self.rates, self.request.shape.num_layers
-        device, host, disk = traffic.cache
+        _, host, disk = traffic.cache
         cached = self.sequences * self.request.mean_sequence * self._token_bytes
         new = rows * self._token_bytes
         disk_s = (traffic.streamed + disk * cached) / rates.disk + disk * new / rates.write

@@ -56,8 +56,8 @@ class Shares:
 class SharedMemory:
     """The programme for `blocks` KV blocks of `block_bytes` bytes and `weights`, most likely ones first, in a `room`.
 
-    job_seconds: of what passes move; convex, and never less for more, nor for blocks on disk than in host memory. `held`: bytes of weights that a policy sets for
-    device and host; None where it sets none.
+    job_seconds: of what passes move; convex, and never less for more, nor for blocks on disk than in host memory.
+    held: bytes of weights that a policy sets for device and host; None where it sets none.
     """
 
     weights: Sequence[WeightClass]

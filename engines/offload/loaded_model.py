@@ -112,7 +112,8 @@ class LoadedModel:
     def stats(self, waiting: int = 0, running: int = 0) -> EngineStats:
         """What is held and was moved so far; so many requests wait and run."""
         self.settle()
-        offloaded, activations = self.cache.offloaded, self.activation_offload
+        activations = self.activation_offload
+        moving = [blocks for blocks in (self.cache.offloaded, self.cache.host_attention) if blocks is not None]
         used, total = self._kv_blocks_by_tier()
         return EngineStats(
             waiting=waiting,
@@ -126,8 +127,8 @@ class LoadedModel:
             pass_weight_bytes=sum(tile.span for tile in self.stream.tiles),
             weight_bytes_read=self.stream.bytes_read,
             num_kv_blocks=self.cache.num_blocks,
-            kv_bytes_read=0 if offloaded is None else offloaded.bytes_read,
-            kv_bytes_written=0 if offloaded is None else offloaded.bytes_written,
+            kv_bytes_read=sum(blocks.bytes_read for blocks in moving),
+            kv_bytes_written=sum(blocks.bytes_written for blocks in moving),
             activation_rows=0 if activations is None else activations.rows,
             activation_rows_on_disk=0 if activations is None else activations.rows_on_disk,
             experts=dict(self.expert_counts.counts),

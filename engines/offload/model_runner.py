@@ -86,7 +86,7 @@ class ModelRunner:
 
     def require_blocks(self, what: str, tokens: int) -> None:
         """Raises InfeasibleError naming `what` if the cache can never hold its `tokens` tokens."""
-        blocks = min(share.blocks.num_blocks for share in self.shares)
+        blocks = min(self.loaded.cache.most_of_a_sequence, *(share.blocks.num_blocks for share in self.shares))
         if blocks_for(tokens) > blocks:
             raise InfeasibleError(
                 f"{what}: its {tokens} tokens can never fit a cache of {blocks} blocks; "

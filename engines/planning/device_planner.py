@@ -1,4 +1,4 @@
-"""Plans for our engine on one device: its own memory plan, costed by the closed form."""
+"""Plans for our engine on one device: its own memory plan, by the machine's rates, costed by the closed form."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,21 +9,22 @@ from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
+from engines.offload.memory.pass_time import LinkRates, PassRates
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.machine import attention_rate, unpack_rate
 from engines.planning.memory import TierBytes
 from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
-from engines.planning.workload import Fractions
+from engines.planning.workload import VALUE_BYTES, Fractions
 from harness.api import DTYPE_BYTES, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Share of memory that a search leaves free, for what the engine counts and a model's shape does not tell.
 _MARGIN = 1 / 32
-#: Fractions of the KV cache tried where the host attends, beside as much on the device as fits.
-_CACHE_FRACTIONS: tuple[Fractions, ...] = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
-_ON_DISK: Fractions = (0.0, 0.0, 1.0)
+#: Values of a product that stands for all: large enough to reach the rates of a profile's curves.
+_VALUES = 1 << 24
 
 
 class DevicePlanner(ClosedFormPlanner):
@@ -37,20 +38,14 @@ class DevicePlanner(ClosedFormPlanner):
         self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy with the fractions of the engine's memory plan, the fastest of a few; None if none fits."""
-        caches: list[Fractions | None] = [policy.cache]
-        if policy.cache is None and policy.cpu_attention:
-            caches += _CACHE_FRACTIONS
-        elif policy.cache is None and policy.schedule != "sweep":  # a sweep's goes to disk by itself
-            caches.append(_ON_DISK)
-        fitting = []
-        for cache in caches:
-            with suppress(InfeasibleError):
-                realised = self.with_fractions(replace(policy, cache=cache), _MARGIN)
-                prediction = self.estimate(realised)
-                if not self.missing(prediction):
-                    fitting.append((prediction.throughput_tok_s, realised))
-        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+        """The policy with the fractions of the engine's memory plan, and as many of a sweep's sequences as it runs;
+        None if it does not fit."""
+        with suppress(InfeasibleError):
+            realised = self.with_fractions(policy, _MARGIN)
+            if policy.schedule == "sweep":
+                realised = replace(realised, gpu_batch_size=self._plan(policy, _MARGIN).sequences)
+            return None if self.missing(self.estimate(realised)) else realised
+        return None
 
     def with_fractions(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise, with a share of memory left free.
@@ -91,8 +86,26 @@ class DevicePlanner(ClosedFormPlanner):
             cache = storages(self.job.dtype, policy)[2]
             request = self.job.memory_request(self._tiles(policy), cache, dtype, cast_bytes=cast_bytes)
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
-            self._plans[policy, margin] = plan_device_memory(request, policy, device, host)
+            disk = self.profile.disk.capacity - max(0, request.weight_bytes - device - host)
+            rates = self._rates(policy)
+            self._plans[policy, margin] = plan_device_memory(request, policy, device, host, rates, disk)
         return self._plans[policy, margin]
+
+    def _rates(self, policy: OffloadPolicy) -> PassRates:
+        """What the engine's placement counts on, of this machine."""
+        machine, disk = self._machine_for(policy), self.profile.disk
+        unpack_s, attend_s = (
+            0.0 if bits == 16 else 1 / unpack_rate(machine.dense, bits) for bits in (policy.weight_bits, policy.kv_bits)
+        )
+
+        def value_s(rows: float) -> float:
+            return machine.product_s(rows, _VALUES, _VALUES * VALUE_BYTES) / _VALUES + unpack_s
+
+        stored = policy.value_bytes(policy.kv_bits, VALUE_BYTES)
+        memory = stored / (VALUE_BYTES / machine.dense.bandwidth + attend_s)
+        link = LinkRates(machine.link.h2d, machine.link.d2h, attention_rate(machine.host, policy.kv_bits))
+        read_bytes = int(VALUE_BYTES) * tile_values(self.shape)
+        return PassRates(disk.read, read_bytes, value_s, memory, disk.write, link)
 
     def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:
         return _tiles(self.shape, *storages(self.job.dtype, policy)[:2])

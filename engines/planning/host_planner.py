@@ -60,10 +60,11 @@ class HostPlanner(ClosedFormPlanner):
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
         placed = self.placed(policy)
         on_disk = placed.streamed_bytes / sum(tile.nbytes for tile in placed.tiles)
+        cache_on_disk = placed.plan.disk_kv_blocks / (placed.plan.kv_blocks + placed.plan.disk_kv_blocks)
         return replace(
             policy,
             weights=(0.0, 1 - on_disk, on_disk),
-            cache=policy.cache or (0.0, 1.0, 0.0),
+            cache=policy.cache or (0.0, 1 - cache_on_disk, cache_on_disk),
             activations=policy.activations or (0.0, 1.0, 0.0),
         )
 
@@ -156,7 +157,9 @@ def _place(
         attention_bytes=attention_memory(job.shape, job.max_sequence, threads),
     )  # fmt: skip
     rates = _rates(machine, in_panels[0] or layers, policy)
-    return PlacedModel(job.shape, tiles, cache, plan_host_memory(request, policy, budget, rates), job.usage)
+    weights_on_disk = max(0, request.weight_bytes - (request.weight_bytes if budget is None else budget))
+    plan = plan_host_memory(request, policy, budget, rates, machine.profile.disk.capacity - weights_on_disk)
+    return PlacedModel(job.shape, tiles, cache, plan, job.usage)
 
 
 def _rates(machine: Machine, stored: WeightStorage, policy: OffloadPolicy) -> PassRates:
@@ -168,7 +171,8 @@ def _rates(machine: Machine, stored: WeightStorage, policy: OffloadPolicy) -> Pa
         return machine.tile_s(math.ceil(count), values, nbytes, stored) / values
 
     memory = attention_rate(machine.host, policy.kv_bits)
-    return PassRates(machine.profile.disk.read, _READ_BYTES, value_s, memory)
+    disk = machine.profile.disk
+    return PassRates(disk.read, _READ_BYTES, value_s, memory, disk.write)
 
 
 @lru_cache(maxsize=64)

@@ -49,9 +49,12 @@ class SearchSpace:
         for schedule, (weight_bits, kv_bits), cpu_attention in itertools.product(
             self.schedules, self.bits, self.cpu_attention
         ):
+            nano_batches = self.base.nano_batches
+            if schedule == "sweep" and cpu_attention and len(self.cpu_attention) > 1 and nano_batches == 1:
+                nano_batches = 2  # one is multiplied while the host attends for the other
             yield replace(
                 self.base, gpu_batch_size=1, num_gpu_batches=1, schedule=schedule, weight_bits=weight_bits,
-                kv_bits=kv_bits, cpu_attention=cpu_attention,
+                kv_bits=kv_bits, cpu_attention=cpu_attention, nano_batches=nano_batches,
             )  # fmt: skip
 
     def allows(self, prediction: Prediction) -> bool:

@@ -1,5 +1,6 @@
 """A CUDA device as the backend: it computes, and takes what it cannot hold from pinned memory and disk."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -18,6 +19,7 @@ from engines.offload.kernels import (
     Quantizer,
 )
 from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.lower_blocks import DiskPart, LowerBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
@@ -25,16 +27,23 @@ from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import STAGES, kv_block_bytes, pieces, record_bytes
 from engines.offload.memory.layout import READERS, WeightTile
+from engines.offload.memory.pass_time import LinkRates, PassRates
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Panels, Storage, WeightStorage
 from engines.offload.model.kept_activations import LowerActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
+from engines.offload.weights.pass_rates import read_rate
 from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import UnsupportedError
 from harness.common.host_memory import free_memory
+
+#: Bytes/s over a link of PCIe 3 x16, and of keys and values that the host attends to; and of the device's memory. They
+#: only weigh placements against each other, and are not measured before memory is taken.
+_LINK = LinkRates(up=12e9, down=12e9, attended=10e9)
+_MEMORY = 200e9
 
 
 class CudaBackend(Backend):
@@ -94,13 +103,18 @@ class CudaBackend(Backend):
         assert limits.device_memory is not None
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
         self._request = request
-        self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
-        if self._load.policy.cpu_attention and self._plan.disk_kv_blocks:
-            raise UnsupportedError(
-                "policy.cpu_attention: the host attends to keys and values in its memory, and some of these are on "
-                "disk: leave it out, or keep them in memory (policy.cache)"
-            )
+        rates = self._rates(way) if self._load.policy.cache is None else None
+        disk = shutil.disk_usage(self._load.job.scratch).free
+        self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host, rates, disk)
         return self._plan
+
+    def _rates(self, way: gemm.GemmBackend) -> PassRates | None:
+        """What placement counts on: the disk and products as measured, the rest as assumed; None without the disk."""
+        found = read_rate(self._host_kernels, self._load.job.scratch, self._load.limits.disk_bandwidth)
+        if found is None:
+            return None
+        rate, size = found
+        return PassRates(rate, size, lambda rows: 2 * rows / way.flops, _MEMORY, link=_LINK)
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         plan, tiles = self._plan, self._request.tiles
@@ -128,12 +142,22 @@ class CudaBackend(Backend):
             if self._load.policy.cpu_attention:
                 kernel = self._host_kernels.attention(stored, sparse=False)
                 quantizer = self._host_kernels.quantizer(stored)
-                self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, self.timeline)
+                self._host_attention = HostAttention(
+                    blocks, kernel, quantizer, self.device, self.timeline, self._attended_blocks(on_disk)
+                )
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
         quantizer = self.kernels.quantizer(stored)
         return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, self._host_attention,
                           num_disk_blocks=plan.disk_kv_blocks)  # fmt: skip
+
+    def _attended_blocks(self, on_disk: DiskPart | None) -> DiskBlocks | None:
+        """The blocks on disk where the host attends to them: in stages of their own, of the same file."""
+        if on_disk is None:
+            return None
+        plan, layers, overlap = self._plan, self._request.shape.num_layers, self._load.policy.overlap
+        slots = plan.pinned_stage_blocks
+        return DiskBlocks(on_disk.file, layers, plan.disk_kv_blocks, on_disk.record, slots, overlap)
 
     def _disk_part(self, throttle: Throttle, stack: ExitStack) -> DiskPart:
         plan, shape = self._plan, self._request.shape

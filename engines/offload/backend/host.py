@@ -1,5 +1,6 @@
 """The host as the backend: its CPU computes, weights and KV blocks are in RAM and on disk."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 
@@ -24,7 +25,7 @@ from engines.offload.weights import gemm
 from engines.offload.weights.pass_rates import pass_rates
 from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import Dtype, UnsupportedError
+from harness.api import Dtype, InfeasibleError, UnsupportedError
 
 
 class HostBackend(Backend):
@@ -66,12 +67,28 @@ class HostBackend(Backend):
     def plan(self, request: MemoryRequest, way: gemm.GemmBackend) -> MemoryPlan:
         policy, limits = self._load.policy, self._load.limits
         self._request = request
-        self._plan = plan_host_memory(request, policy, limits.host_memory)
-        if len(self._plan.resident) < len(request.tiles):
+        refusal = None
+        try:
+            self._plan = plan_host_memory(request, policy, limits.host_memory)
+        except InfeasibleError as exc:
+            refusal = exc
+        if refusal is not None or self._may_be_faster:
             hidden, scratch = self._load.model.shape.hidden, self._load.job.scratch
             if rates := pass_rates(way, hidden, self.kernels, scratch, limits.disk_bandwidth):
-                self._plan = plan_host_memory(request, policy, limits.host_memory, rates)
+                # a stage's cache stays in memory, as its layers were counted
+                disk = shutil.disk_usage(scratch).free if self._load.stage is None else 0
+                self._plan = plan_host_memory(request, policy, limits.host_memory, rates, disk)
+                refusal = None
+        if refusal is not None:
+            raise refusal
         return self._plan
+
+    @property
+    def _may_be_faster(self) -> bool:
+        """Whether rates may tell a better plan: something is read from disk, or fewer sequences run than could."""
+        plan, policy = self._plan, self._load.policy
+        fewer = plan.sequences < policy.block_size and policy.cache is None
+        return len(plan.resident) < len(self._request.tiles) or fewer
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         tiles, plan = self._request.tiles, self._plan

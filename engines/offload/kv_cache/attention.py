@@ -10,7 +10,7 @@ import torch
 
 from engines.offload.device.protocol import Device
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Hadamard
-from engines.offload.kernels.layer_blocks import Target
+from engines.offload.kernels.layer_blocks import LayerBlocks, Target
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.kv_cache.host_attention import HostAttentionTask, HostChunks
 from engines.offload.kv_cache.paged_cache import PagedCache
@@ -37,6 +37,16 @@ class AttentionContext:
     first_layer: int = 0
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows `rows` of a batch, whose offloaded blocks are staged together as number `number` of the pass."""
+
+    number: int
+    rows: slice
+    metadata: AttentionMetadata
+    slot_mapping: Sequence[Target]
+
+
 class PackedAttention:
     """The attention of one packed batch, number `batch` of its pass, whose rows are those of `chunks`, one after the
     other.
@@ -47,26 +57,28 @@ class PackedAttention:
 
     def __init__(self, context: AttentionContext, chunks: Sequence[Chunk], batch: int) -> None:
         self.context = context
-        self.batch = batch
         cache, upload = context.cache, context.device.upload
         self.host_chunks: HostChunks | None = None
         seen = [(chunk.count, chunk.cached, chunk.block_table) for chunk in chunks]
         on_host = [i for i, chunk in enumerate(chunks) if cache.attends_on_host(chunk)]
+        rows = list(accumulate((chunk.count for chunk in chunks), initial=0))
         if on_host:
-            rows = list(accumulate((chunk.count for chunk in chunks), initial=0))
+            assert cache.host_attention is not None
             self.host_chunks = HostChunks(
-                [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks, upload
-            )
+                [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks, upload,
+                cache.host_attention.parts(batch), cache.host_attention.in_memory,
+            )  # fmt: skip
             for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
                 seen[i] = rest
-        counts, cached, tables = zip(*seen, strict=True)
-        longest = max(1, *map(len, tables))
-        block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
-        self.metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table, batch), upload)
-        self.slot_mapping = [
-            Target(None if t.tokens is None else upload(t.tokens), upload(t.blocks), upload(t.offsets), t.staged)
-            for t in self._slots(chunks)
-        ]
+        self.parts: list[Part] = []
+        for number, among in cache.parts(batch, len(chunks)):
+            counts, cached, tables = zip(*(seen[i] for i in among), strict=True)
+            longest = max(1, *map(len, tables))
+            block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
+            metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table, number), upload)
+            of_part = slice(rows[among.start], rows[among.stop])
+            slots = self._slots([chunks[i] for i in among], number, of_part.start)
+            self.parts.append(Part(number, of_part, metadata, slots))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
@@ -74,18 +86,23 @@ class PackedAttention:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
         return self.context.run(AttentionTask(self, layer - self.context.first_layer, query, key, value, spec))
 
-    def _slots(self, chunks: Sequence[Chunk]) -> list[Target]:
-        """Where the batch's keys and values are written, but for rows that host attention writes."""
+    def _slots(self, chunks: Sequence[Chunk], part: int, first: int) -> list[Target]:
+        """Where keys and values of a part, whose rows begin at the batch's row `first`, are written, but for rows that
+        host attention writes."""
         written_on_host = frozenset() if self.host_chunks is None else self.host_chunks.written_rows
+        upload = self.context.device.upload
         tokens = [(c.block_table, t) for c in chunks for t in range(c.cached, c.cached + c.count)]
         slots = [
             (row, table[token // BLOCK_SIZE], token % BLOCK_SIZE)
             for row, (table, token) in enumerate(tokens)
-            if row not in written_on_host
+            if first + row not in written_on_host
         ]
         rows, blocks, offsets = torch.tensor(slots, dtype=torch.long).view(-1, 3).T.contiguous()
         rows_written = None if len(slots) == len(tokens) else rows
-        return self.context.cache.slot_mapping(self.batch, rows_written, blocks, offsets)
+        return [
+            Target(None if t.tokens is None else upload(t.tokens), upload(t.blocks), upload(t.offsets), t.staged)
+            for t in self.context.cache.slot_mapping(part, rows_written, blocks, offsets)
+        ]
 
 
 class AttentionTask:
@@ -108,7 +125,8 @@ class AttentionTask:
     def launch(self) -> None:
         """Writes keys and values to the cache and calls the kernel; blocks while the cache's blocks arrive."""
         batch, context, layer = self._batch, self._batch.context, self._layer
-        blocks = context.cache.layer(layer, batch.batch)
+        first, *others = batch.parts
+        blocks = context.cache.layer(layer, first.number)
         began = context.timeline.now()  # not before: the cache's waits have a lane of their own
         query, key, value = self._operands
         if context.hadamard is not None:
@@ -118,13 +136,29 @@ class AttentionTask:
         if host_attention is not None and batch.host_chunks is not None:
             self._on_host = host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
         lse = None if self._on_host is None else self._on_host.lse
-        context.cache.write(blocks, batch.slot_mapping, key, value)
-        spec = self._spec
-        if spec.value_topk != context.value_topk:
-            spec = replace(spec, value_topk=context.value_topk)
-        self._output = context.kernel(query, blocks, batch.metadata, spec, lse)
+        if self._spec.value_topk != context.value_topk:
+            self._spec = replace(self._spec, value_topk=context.value_topk)
+        outputs = [self._attend(first, blocks, query, key, value, lse)]
         context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
-        context.cache.leave(layer, batch.batch)
+        for part in others:
+            blocks, began = context.cache.layer(layer, part.number), context.timeline.now()
+            outputs.append(self._attend(part, blocks, query, key, value, lse))
+            context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
+        self._output = torch.cat(outputs) if others else outputs[0]
+
+    def _attend(
+        self, part: Part, blocks: LayerBlocks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Writes a part's keys and values to its `blocks` and attends to them."""
+        context = self._batch.context
+        if len(self._batch.parts) > 1:
+            query, key, value = (tensor[:, part.rows] for tensor in (query, key, value))
+            lse = None if lse is None else lse[part.rows]
+        context.cache.write(blocks, part.slot_mapping, key, value)
+        output = context.kernel(query, blocks, part.metadata, self._spec, lse)
+        context.cache.leave(self._layer, part.number)
+        return output
 
     def wait(self) -> torch.Tensor:
         """The output [tokens, heads, dim] for the caller's stream."""

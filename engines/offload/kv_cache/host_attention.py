@@ -1,10 +1,12 @@
 """Host attention: the CPU attends to KV blocks in host memory while the device attends to its own and computes on.
 
-Queries and the new tokens' keys and values go down and outputs come up, never the blocks: FlexGen (Sheng et al. 2023),
-section 4.1, "CPU computation", here for quantized blocks too, and for sequences with blocks on both sides, whose two
+Blocks on disk are read into host memory for it, a part of a batch at a time, and never come to the device. Queries
+and the new tokens' keys and values go down and outputs come up, never the blocks: FlexGen (Sheng et al. 2023), section
+4.1, "CPU computation", here for quantized blocks too, and for sequences with blocks on both sides, whose two
 attention states are merged.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,26 +17,52 @@ import torch
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
 from engines.offload.kv_cache.block_manager import Chunk
-from engines.offload.kv_cache.lower_blocks import LowerBlocks
+from engines.offload.kv_cache.disk_blocks import DiskBlocks
+from engines.offload.kv_cache.lower_blocks import HostBlocks, LowerBlocks
+from engines.offload.kv_cache.offloaded_blocks import divided
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
 
 
-class HostChunks:
-    """The chunks of a batch that host attention serves: single tokens, in rows `rows` of the batch.
+@dataclass(frozen=True)
+class StagedPart:
+    """Those `among` the chunks of a batch whose blocks on disk are staged together, as number `number` of the pass.
 
-    Blocks from `first` on are in host memory. `on_device`: of each chunk what the device attends to, as (new tokens,
-    tokens before, block table). `written_rows`: rows whose keys and values belong to host blocks.
+    `slots`: where each block on disk is staged, int64 [blocks on disk]; None where there are none.
+    """
+
+    number: int
+    among: range
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """A part's chunks `among` those of its batch; where the new tokens `written`, a slice of the batch's, go: `offsets`
+    of `blocks`."""
+
+    number: int
+    among: range
+    metadata: AttentionMetadata
+    written: slice
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+
+class HostChunks:
+    """The chunks of a batch that host attention serves: single tokens, in rows `rows` of the batch, in `parts`.
+
+    Blocks from `first` on are in host memory, and after `in_memory` of them on disk. `on_device`: of each chunk what
+    the device attends to, as (new tokens, tokens before, block table). `written_rows`: rows whose keys and values
+    belong to the host's blocks.
     """
 
     def __init__(
-        self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, upload: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+        self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, upload: Callable[[torch.Tensor], torch.Tensor],
+        parts: Sequence[StagedPart], in_memory: int,
+    ) -> None:  # fmt: skip
         tables = [[block - first for block in chunk.block_table if block >= first] for chunk in chunks]
-        longest = max(map(len, tables))
-        block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
         tokens = [_tokens(chunk, lambda block: block >= first) for chunk in chunks]
-        self.metadata = AttentionMetadata.of([1] * len(rows), [n - 1 for n in tokens], block_table)
         self.on_device = [
             (1, _tokens(chunk, lambda block: block < first) - 1, [b for b in chunk.block_table if b < first])
             for chunk in chunks
@@ -47,7 +75,30 @@ class HostChunks:
         self.rows = upload(torch.tensor(rows, dtype=torch.long))
         self.written = upload(written[:, 0].clone())
         self.written_rows = frozenset(written[:, 0].tolist())
-        self.blocks, self.offsets = written[:, 1], written[:, 2]
+        self.parts = []
+        begin = 0
+        for part in parts:
+            longest = max(len(tables[i]) for i in part.among)
+            table = torch.tensor(
+                [[*tables[i], *[0] * (longest - len(tables[i]))] for i in part.among], dtype=torch.int32
+            )
+            metadata = AttentionMetadata.of(
+                [1] * len(part.among), [tokens[i] - 1 for i in part.among], _resolved(table, part.slots, in_memory)
+            )
+            end = begin + sum(rows[i] in self.written_rows for i in part.among)
+            blocks = _resolved(written[begin:end, 1], part.slots, in_memory)
+            self.parts.append(
+                HostPart(part.number, part.among, metadata, slice(begin, end), blocks, written[begin:end, 2])
+            )
+            begin = end
+
+
+def _resolved(blocks: torch.Tensor, slots: torch.Tensor | None, in_memory: int) -> torch.Tensor:
+    """The numbers of blocks with those on disk as they are staged, behind those in memory."""
+    if slots is None:
+        return blocks
+    staged = in_memory + slots[(blocks - in_memory).clamp(min=0).long()]
+    return torch.where(blocks < in_memory, blocks, staged.to(blocks.dtype))
 
 
 def _tokens(chunk: Chunk, on: Callable[[int], bool]) -> int:
@@ -78,7 +129,8 @@ class HostAttentionTask:
 
 
 class HostAttention:
-    """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own."""
+    """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own; to
+    those on disk, if there are any, where `on_disk` stages them."""
 
     def __init__(
         self,
@@ -87,13 +139,54 @@ class HostAttention:
         quantizer: Quantizer,
         device: Accelerator,
         timeline: Timeline,
+        on_disk: DiskBlocks | None = None,
     ) -> None:
         self._blocks = blocks
         self._kernel = kernel
         self._quantizer = quantizer
         self._device = device
         self._timeline = timeline
+        self._disk = on_disk
+        self._parts: Sequence[Sequence[StagedPart]] = ()  # by batch of the pass
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-attention")
+
+    @property
+    def in_memory(self) -> int:
+        """How many of the blocks are in memory; the others are on disk."""
+        return self._blocks.in_memory
+
+    def begin(self, batches: Sequence[Sequence[Chunk]], first: int) -> None:
+        """Begins a pass, in whose batches these chunks attend here; their blocks have numbers from `first` on."""
+        if self._disk is None:
+            self._parts = [[StagedPart(0, range(len(batch)))] for batch in batches]
+            return
+        first += self.in_memory
+        moved: list[tuple[set[int], set[int]]] = []
+        among: list[list[range]] = []
+        for batch in batches:
+            filled = [{b - first for b in c.block_table[: blocks_for(c.cached)] if b >= first} for c in batch]
+            written = [{b - first for b in [c.block_table[c.cached // BLOCK_SIZE]] if b >= first} for c in batch]
+            needs = [a | b for a, b in zip(filled, written, strict=True)]
+            among.append(divided(needs, self._disk.slots) if batch else [])
+            for part in among[-1]:
+                moved.append((_joined(filled, part), _joined(written, part)))
+        slots = self._disk.start(moved)
+        numbers = itertools.count()
+        self._parts = [[StagedPart(n := next(numbers), part, slots[n]) for part in parts] for parts in among]
+
+    def parts(self, batch: int) -> Sequence[StagedPart]:
+        """The parts of a batch's chunks."""
+        return self._parts[batch]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of blocks that were read from disk to be attended to here."""
+        return 0 if self._disk is None else self._disk.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of blocks that were written back."""
+        return 0 if self._disk is None else self._disk.bytes_written
 
     def settle(self) -> None:
         """Waits for what a pass that failed has launched."""
@@ -117,13 +210,27 @@ class HostAttention:
                 event.synchronize()
             began = time.perf_counter()
             host_query, *host_new = (tensor for tensor, _ in fetched)
-            blocks = self._blocks.host_layer(layer)
-            for which, values in enumerate(host_new):
-                blocks.put(which, chunks.blocks, chunks.offsets, self._quantizer.pack(values.transpose(0, 1)))
+            new_rows = [self._quantizer.pack(values.transpose(0, 1)) for values in host_new]
             host_lse = torch.empty(host_query.shape[1], host_query.shape[0])
-            output = self._kernel(host_query, blocks, chunks.metadata, without_sinks, host_lse)
+            outputs = []
+            for part in chunks.parts:
+                blocks: HostBlocks = self._blocks.host_layer(layer)
+                if self._disk is not None:
+                    blocks = self._blocks.with_staged(layer, self._disk.staged(layer, part.number))
+                for which, rows in enumerate(new_rows):
+                    blocks.put(which, part.blocks, part.offsets, rows[part.written])
+                of_part = slice(part.among.start, part.among.stop)
+                outputs.append(
+                    self._kernel(host_query[:, of_part], blocks, part.metadata, without_sinks, host_lse[of_part])
+                )
+                if self._disk is not None:
+                    self._disk.done(layer, part.number)
             self._timeline.add("host attention", f"layer {layer}", began, time.perf_counter())
-            return output, host_lse
+            return torch.cat(outputs) if len(outputs) > 1 else outputs[0], host_lse
 
         lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
         return HostAttentionTask(chunks.rows, lse, self._thread.submit(attend), self._device)
+
+
+def _joined(blocks: Sequence[set[int]], among: range) -> set[int]:
+    return set().union(*(blocks[i] for i in among))

@@ -51,6 +51,44 @@ class HostLayer:
 
 
 @dataclass(frozen=True)
+class StagedLayer:
+    """A layer's blocks `in_memory`, so many, and behind them those `staged` from disk, [slots, *block shape]; see
+    KVBlocks."""
+
+    layer: HostLayer
+    in_memory: int
+    staged: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.staged
+
+    def addresses(self, table: torch.Tensor) -> torch.Tensor:
+        step = self.staged.stride(0) * self.staged.itemsize
+        staged = (table.long() - self.in_memory).clamp(min=0) * step + self.staged.data_ptr()
+        if not self.in_memory:
+            return staged
+        return torch.where(table < self.in_memory, self.layer.addresses(table.clamp(max=self.in_memory - 1)), staged)
+
+    def gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        found = self.staged[(blocks - self.in_memory).clamp(min=0).long()]
+        if (held := blocks < self.in_memory).any():
+            found[held] = self.layer.gather(blocks[held])
+        return found
+
+    def put(self, which: int, blocks: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
+        """As HostLayer.put."""
+        held = blocks < self.in_memory
+        if held.any():
+            self.layer.put(which, blocks[held], offsets[held], new[held])
+        self.staged[:, which][blocks[~held] - self.in_memory, :, offsets[~held]] = new[~held]
+
+
+#: What the host attends to.
+HostBlocks = HostLayer | StagedLayer
+
+
+@dataclass(frozen=True)
 class DiskPart:
     """The blocks on disk: their `file`, of `record` bytes a layer each, and pinned memory for each stage, uint8
     [records * record]."""
@@ -97,6 +135,17 @@ class LowerBlocks(OffloadedBlocks):
         # pinned stage's
         self._first_slots = [sum(block < self._in_memory for block in filled | written) for filled, written in moved]
         return super().start(moved)
+
+    @property
+    def in_memory(self) -> int:
+        """How many of the blocks are in pinned memory."""
+        return self._in_memory
+
+    def with_staged(self, layer: int, staged: torch.Tensor) -> StagedLayer:
+        """As host_layer, with records uint8 [slots * record] of blocks on disk behind those in memory."""
+        records = staged.view(self._stages.dtype).view(-1, self._on_disk.record // self._stages.itemsize)
+        blocks = records[:, : math.prod(self._stages.shape[2:])].view(-1, *self._stages.shape[2:])
+        return StagedLayer(self.host_layer(layer), self._in_memory, blocks)
 
     def host_layer(self, layer: int) -> HostLayer:
         """A layer's blocks in host memory, for the host to read and write; waits until what earlier passes wrote is

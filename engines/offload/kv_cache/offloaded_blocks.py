@@ -32,12 +32,25 @@ class Part:
     after: int
 
 
+def divided(needs: Sequence[set[int]], slots: int) -> list[range]:
+    """Cuts a batch where a stage of so many slots is full, into parts of consecutive chunks. `needs`: of each chunk the
+    blocks."""
+    parts, together = [0], set[int]()
+    for number, blocks in enumerate(needs):
+        if len(together | blocks) > slots and number > parts[-1]:
+            parts.append(number)
+            together = set()
+        together |= blocks
+    return [range(a, b) for a, b in itertools.pairwise([*parts, len(needs)])]
+
+
 class OffloadedBlocks(ABC):
     """`num_blocks` blocks of `layers` layers, those that a batch needs staged a layer at a time.
 
     A batch's blocks of a layer are staged while the one before attends, and written back behind its attention; the
     stage, of `slots` blocks, then serves the next but one. So a layer of one batch is on its way at a time, not of
-    all: FlexGen (Sheng et al. 2023), algorithm 1, loads a batch's cache so. Without `ahead` they are staged when
+    all: FlexGen (Sheng et al. 2023), algorithm 1, loads a batch's cache so. A batch that needs more blocks is several
+    here: the parts that `divided` cuts it into. Without `ahead` they are staged when
     attention asks for them, and written before `done` returns. `bytes_read` and `bytes_written` count what was copied.
     `direct`: by direct I/O, if from disk.
     """

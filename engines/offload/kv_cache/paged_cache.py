@@ -11,7 +11,7 @@ from engines.offload.kernels import Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks, RowWriter, Target, torch_writer
 from engines.offload.kv_cache.block_manager import BlockManager, Chunk
 from engines.offload.kv_cache.host_attention import HostAttention
-from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks
+from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, divided
 from engines.offload.kv_store.store import KVStore
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Plain, Storage
@@ -29,10 +29,10 @@ class PagedCache(BlockManager):
 
     Blocks below `num_device_blocks` are where attention computes (`device`), in memory that the system gives as they
     are first written; the others are `offloaded`, and of these the last `num_disk_blocks` are on disk below a device.
-    `begin` says which blocks the batches of a pass need. They go through the layers by `layer` and `leave`, with blocks
-    numbered as `resolve` says. With `host_attention` single
-    tokens attend to offloaded blocks where they are, so those are not staged for them. A `store` keeps the content of
-    blocks that sequences give up; it needs all blocks to be where attention computes.
+    `begin` says which blocks the batches of a pass need, and divides batches into parts whose offloaded blocks are
+    staged together. They go through the layers by `layer` and `leave`, with blocks numbered as `resolve` says. With
+    `host_attention` single tokens attend to offloaded blocks where they are, so those are not staged for them. A
+    `store` keeps the content of blocks that sequences give up; it needs all blocks to be where attention computes.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class PagedCache(BlockManager):
         self.host_attention = host_attention
         self.store: KVStore | None = None  # of what sequences leave behind
         self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
-        self._slots: Sequence[torch.Tensor] = ()  # by batch
+        self._slots: Sequence[torch.Tensor] = ()  # by part of the pass
+        self._parts: Sequence[Sequence[tuple[int, range]]] = ()  # by batch, as `parts` gives them
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,18 +99,43 @@ class PagedCache(BlockManager):
         rows = self._rows[:, block]
         rows.copy_(torch.frombuffer(content, dtype=torch.uint8).view(rows.dtype).view(rows.shape))
 
+    @property
+    def most_of_a_sequence(self) -> int:
+        """Blocks that a sequence can have: all, or those that a stage holds together."""
+        if self.offloaded is None or self.offloaded.slots >= self.offloaded.num_blocks:
+            return self.num_blocks
+        return self.offloaded.slots
+
     def begin(self, batches: Sequence[Sequence[Chunk]]) -> None:
         """Begins a pass."""
         if self.offloaded is None:
             return
         first, chunks = self.num_device_blocks, chain.from_iterable(batches)
         self._staged_writes = self._written(c for c in chunks if c.count > 1 or not self.host_attention)
-        moved = []
+        moved: list[tuple[set[int], set[int]]] = []
+        parts: list[list[tuple[int, range]]] = []
         for batch in batches:
-            staged = [chunk for chunk in batch if not self.attends_on_host(chunk)]
-            filled = {b - first for c in staged for b in c.block_table[: blocks_for(c.cached)] if b >= first}
-            moved.append((filled, {b - first for b in self._written(staged)}))
+            needs = [self._needs(chunk) for chunk in batch]
+            ranges = divided([filled | written for filled, written in needs], self.offloaded.slots)
+            parts.append([(len(moved) + i, each) for i, each in enumerate(ranges)])
+            moved += [(_joined(needs[i][0] for i in each), _joined(needs[i][1] for i in each)) for each in ranges]
+        self._parts = parts
         self._slots = self.offloaded.start(moved)
+        if self.host_attention is not None:
+            on_host = [[chunk for chunk in batch if self.attends_on_host(chunk)] for batch in batches]
+            self.host_attention.begin(on_host, first)
+
+    def _needs(self, chunk: Chunk) -> tuple[set[int], set[int]]:
+        """The offloaded blocks that are staged for a chunk, filled ones and those that it writes."""
+        if self.attends_on_host(chunk):
+            return set(), set()
+        first = self.num_device_blocks
+        filled = {b - first for b in chunk.block_table[: blocks_for(chunk.cached)] if b >= first}
+        return filled, {b - first for b in self._written([chunk])}
+
+    def parts(self, batch: int, chunks: int) -> Sequence[tuple[int, range]]:
+        """The parts of a batch of so many chunks: their numbers in the pass, and which of its chunks they have."""
+        return self._parts[batch] if self.offloaded is not None else [(batch, range(chunks))]
 
     def attends_on_host(self, chunk: Chunk) -> bool:
         """Whether a chunk attends to its offloaded blocks where they are.
@@ -121,19 +147,19 @@ class PagedCache(BlockManager):
         offloaded = [block for block in chunk.block_table if block >= self.num_device_blocks]
         return bool(offloaded) and self._staged_writes.isdisjoint(offloaded)
 
-    def resolve(self, blocks: torch.Tensor, batch: int) -> torch.Tensor:
-        """The numbers that `layer` has these blocks of a batch under in this pass; host tensors."""
+    def resolve(self, blocks: torch.Tensor, part: int) -> torch.Tensor:
+        """The numbers that `layer` has these blocks of a part under in this pass; host tensors."""
         first = self.num_device_blocks
         if self.offloaded is None:
             return blocks
-        slots = self._slots[batch][(blocks - first).clamp(min=0).long()]
+        slots = self._slots[part][(blocks - first).clamp(min=0).long()]
         return torch.where(blocks < first, blocks, (first + slots).to(blocks.dtype))
 
     def slot_mapping(
-        self, batch: int, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor
+        self, part: int, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor
     ) -> list[Target]:
-        """Where `rows` of a batch (None: all) are written that belong at `offsets` of `blocks`; host tensors [n]."""
-        blocks, first = self.resolve(blocks, batch), self.num_device_blocks
+        """Where `rows` of a part (None: all) are written that belong at `offsets` of `blocks`; host tensors [n]."""
+        blocks, first = self.resolve(blocks, part), self.num_device_blocks
         staged = blocks >= first
         if not staged.any():
             return [Target(rows, blocks, offsets, False)]
@@ -141,22 +167,22 @@ class PagedCache(BlockManager):
         parts = ((~staged, 0, False), (staged, first, True))
         return [Target(rows[m], blocks[m] - start, offsets[m], flag) for m, start, flag in parts if m.any()]
 
-    def layer(self, layer: int, batch: int) -> LayerBlocks:
-        """A batch's blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that
+    def layer(self, layer: int, part: int) -> LayerBlocks:
+        """A part's blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that
         failed."""
         if self.offloaded is None:
             return self._resident[layer]
-        records = self.offloaded.staged(layer, batch).view(self._rows.dtype).view(self.offloaded.slots, -1)
+        records = self.offloaded.staged(layer, part).view(self._rows.dtype).view(self.offloaded.slots, -1)
         staged = records[:, : math.prod(self._block_shape)].view(-1, *self._block_shape)
         return LayerBlocks(self._rows[layer], staged)
 
-    def leave(self, layer: int, batch: int) -> None:
-        """A batch has attended in a layer."""
+    def leave(self, layer: int, part: int) -> None:
+        """A part has attended in a layer."""
         if self.offloaded is not None:
-            self.offloaded.done(layer, batch)
+            self.offloaded.done(layer, part)
 
     def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
+        """Stores key and value [kv_heads, tokens, head_dim] of a part's tokens, in its order."""
         keys, values = (self._quantizer.pack(new.transpose(0, 1)) for new in (key, value))
         to.put(slots, keys, values, self._writer)
 
@@ -168,3 +194,7 @@ class PagedCache(BlockManager):
             for block in c.block_table[c.cached // BLOCK_SIZE : blocks_for(c.cached + c.count)]
             if block >= self.num_device_blocks
         }
+
+
+def _joined(sets: Iterable[set[int]]) -> set[int]:
+    return set().union(*sets)

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces, record_bytes, stage_blocks
 from engines.offload.memory.layout import READERS
+from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
+from engines.offload.memory.placement import Room, SharedMemory
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
-from engines.offload.memory.planner import MemoryPlanner, summed
+from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk: a device multiplies thousands of
 #: rows in the time that hundreds take to load their weights.
 _CHUNK = (64, 4096)
+#: Prompt tokens of a sweep's pass at most: twice as many rows take twice as long, and as much more memory.
+_MOST_STEADY = 8192
 #: Values of a tile of a large model: copying one takes far longer than launching the copy, and a few fill the ring.
 _TILE_VALUES = 32 << 20
 #: A small model is cut into this many tiles, of no fewer values; as in layout.py.
 _LEAST_VALUES, _TILES = 16 << 10, 256
 #: Share of the host's free memory that may be pinned where no limit is set.
 PINNED_SHARE = 0.8
+#: Share of a device's memory for the stages of KV blocks below it: a batch that has more goes through them in parts.
+_STAGE_SHARE = 1 / 16
+#: Blocks that sequences may grow into at full length are held unless they slow the job by more than this.
+_GROWTH = 0.99
 
 
 @dataclass(frozen=True)
 class _KVBlocks:
     """KV blocks by tier and the bytes they take there, with `stage` blocks in each stage for those below the device,
-    and `pinned_stage` for those on disk."""
+    and `pinned_stage` for those on disk. `tokens_per_s`: with weights in what is left; 0 without rates."""
 
     device: int
     host: int
@@ -36,6 +46,7 @@ class _KVBlocks:
     pinned_stage: int
     device_bytes: int
     host_bytes: int
+    tokens_per_s: float = 0.0
 
 
 def tile_values(shape: ModelShape) -> int:
@@ -53,19 +64,26 @@ def pinned_sizes(request: MemoryRequest, pinned: Iterable[int], kv_blocks: int, 
     return buffers + held + stages + pieces(kv_blocks, kv_block_bytes(request.shape, request.cache) // layers) * layers
 
 
-def plan_device_memory(request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> MemoryPlan:
+def plan_device_memory(
+    request: MemoryRequest, policy: OffloadPolicy, device: int, host: int, rates: PassRates | None = None,
+    disk: float = math.inf,
+) -> MemoryPlan:  # fmt: skip
     """The plan for `policy` within `device` bytes of the device's memory and `host` bytes of pinned memory.
 
-    Where the policy sets no fractions, the device holds the KV cache as far as it fits and weights in what is left.
-    Host memory then holds the rest of the cache of blocks of sequences, and weights in what is left of it. For a sweep
-    it holds weights first, as each of their bytes is read in every pass, and of the cache only what is filled; where it
-    cannot hold all weights, more sequences share the reading of the others, so the cache may go to disk.
+    Where the policy does not place the KV cache, it goes where it and the weights together save most time by `rates`
+    (placement.py), on device, in host memory and on disk, which has `disk` bytes for it. A sweep then runs as many
+    sequences as are fastest so, and takes as many prompt tokens in a pass.
+
+    Without rates the device holds the cache as far as it fits and weights in what is left. Host memory then holds the
+    rest of the cache of blocks of sequences, and weights in what is left of it. For a sweep it holds weights first, as
+    each of their bytes is read in every pass, and of the cache only what is filled; where it cannot hold all weights,
+    more sequences share the reading of the others, so the cache may go to disk.
 
     Raises InfeasibleError with the missing bytes by tier.
     """
-    planner = _DevicePlanner(request, policy, device - CONTEXT_BYTES, host)
+    planner = _DevicePlanner(request, policy, _Limits(device - CONTEXT_BYTES, host, disk), rates)
     try:
-        return planner.plan()
+        plan = planner.plan()
     except InfeasibleError:
         if policy.prefill_chunk is not None:
             raise
@@ -74,19 +92,38 @@ def plan_device_memory(request: MemoryRequest, policy: OffloadPolicy, device: in
         if chunk < _CHUNK[0]:
             raise
         return planner.with_chunk(chunk).plan()
+    if planner.steady_chunk > planner.chunk:
+        with suppress(InfeasibleError):
+            return max(plan, planner.with_chunk(planner.steady_chunk).plan(), key=lambda one: one.tokens_per_s)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bytes of device memory, of pinned host memory, and for KV blocks on disk."""
+
+    device: int
+    host: int
+    disk: float
 
 
 class _DevicePlanner(MemoryPlanner):
     """`chunk`: prompt tokens of a batch in a pass."""
 
-    def __init__(self, request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> None:
-        super().__init__(request, policy, device, _CHUNK)
-        self._device = device
-        self._host = host
+    def __init__(self, request: MemoryRequest, policy: OffloadPolicy, limits: _Limits, rates: PassRates | None) -> None:
+        super().__init__(request, policy, limits.device, _CHUNK)
+        self._limits = limits
+        self._device = limits.device
+        self._host = limits.host
+        self._rates = rates
         self._block_bytes = kv_block_bytes(request.shape, request.cache)
-        #: On the device for each block of a stage, and in host memory for each of those that come from disk.
+        #: On the device for each block of a stage, and in host memory for each of those that come from disk: pinned, on
+        #: the way to the device, and where the host attends to them besides.
         self._stage_bytes = STAGES * (self._block_bytes // request.shape.num_layers)
-        self._pinned_stage_bytes = STAGES * record_bytes(request.shape, request.cache)
+        self._record = record_bytes(request.shape, request.cache)
+        self._attended_stage_bytes = STAGES * self._record if policy.cpu_attention else 0
+        self._host_stage_bytes = STAGES * self._record + self._attended_stage_bytes
+        self._stage_room = max(0, int(limits.device * _STAGE_SHARE / self._stage_bytes))
         on_device, on_host, _ = policy.weights or (0.0, 0.0, 0.0)
         #: Bytes of weights that the policy sets for device and host; 0 where it sets none.
         self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
@@ -95,7 +132,16 @@ class _DevicePlanner(MemoryPlanner):
 
     def with_chunk(self, chunk: int) -> _DevicePlanner:
         """The same for another chunk."""
-        return _DevicePlanner(self._request, replace(self._policy, prefill_chunk=chunk), self._device, self._host)
+        return _DevicePlanner(self._request, replace(self._policy, prefill_chunk=chunk), self._limits, self._rates)
+
+    @property
+    def steady_chunk(self) -> int:
+        """Prompt tokens of a pass that keep a sweep's sequences running, _MOST_STEADY at most; 0 where the chunk is not
+        ours to choose."""
+        if not (self._shares and self._mixed_ages) or self._policy.prefill_chunk is not None:
+            return 0
+        steady = self._policy.gpu_batch_size * self._request.mean_prompt / self._request.mean_new
+        return min(_MOST_STEADY, math.ceil(steady))
 
     @property
     def fits_at_all(self) -> bool:
@@ -104,18 +150,73 @@ class _DevicePlanner(MemoryPlanner):
 
     def plan(self) -> MemoryPlan:
         sequences = self._most_sequences()
+        if self._shares and self._mixed_ages:
+            sequences = self._fastest(sequences)
         kv = self._place_kv(sequences, self._request.kv_blocks(sequences, self._mixed_ages))
         assert kv is not None
         if self._mixed_ages:
             at_full_length = sequences * blocks_for(self._request.max_sequence)
-            kv = self._place_kv(sequences, at_full_length) or kv
+            grown = self._place_kv(sequences, at_full_length)
+            if grown is not None and grown.tokens_per_s >= _GROWTH * kv.tokens_per_s:
+                kv = grown
         return self._finished(sequences, kv)
 
+    @property
+    def _shares(self) -> bool:
+        """Whether the cache goes where it saves most time."""
+        return self._rates is not None and self._policy.cache is None
+
     def _fits(self, sequences: int) -> bool:
-        return self._place_kv(sequences, self._request.kv_blocks(sequences, self._mixed_ages)) is not None
+        blocks = self._request.kv_blocks(sequences, self._mixed_ages)
+        if self._shares:
+            return self._shared(sequences, blocks).fits
+        return self._place_kv(sequences, blocks) is not None
+
+    def _fastest(self, most: int) -> int:
+        """How many sequences of a sweep, `most` at most, generate most tokens a second."""
+        counts = [most]
+        while counts[-1] > 1:
+            counts.append(min(counts[-1] - 1, int(counts[-1] / STEP)))
+
+        def speed(count: int) -> float:
+            kv = self._place_kv(count, self._request.kv_blocks(count, mixed_ages=True))
+            return 0.0 if kv is None else kv.tokens_per_s
+
+        best, speed_of_best = most, speed(most)
+        for count in counts[1:]:
+            if (found := speed(count)) < speed_of_best:
+                break  # fewer share the reading of weights, and nothing waits for their cache any more
+            best, speed_of_best = count, found
+        return best
+
+    def _passes(self, sequences: int) -> JobPasses:
+        assert self._rates is not None
+        return JobPasses(self._request, self._policy, self._rates, sequences, self._activations.chunk, 0)
+
+    def _shared(self, sequences: int, blocks: int) -> SharedMemory:
+        """The division of memory between weights and so many KV blocks."""
+        room = Room(
+            self._device - self._fixed(sequences),
+            self._host - self._host_fixed(),
+            stage_blocks(self._policy, blocks, self._request.max_sequence, self._stage_room),
+            self._stage_bytes,
+            self._host_stage_bytes,
+            self._limits.disk / (self._record * self._request.shape.num_layers),
+        )
+        classes = self._request.weight_classes(sequences)
+        held = None if self._policy.weights is None else self._held_weights
+        return SharedMemory(classes, blocks, self._block_bytes, room, self._passes(sequences).job_seconds, held)
 
     def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
         """Divides KV blocks between the tiers; None if they do not fit."""
+        if self._shares:
+            shared = self._shared(sequences, blocks)
+            if not shared.fits:
+                return None
+            best = shared.best()
+            _, host, disk = best.blocks
+            speed = self._passes(sequences).generated / best.seconds
+            return replace(self._kv_blocks(blocks, host + disk, disk), tokens_per_s=speed)
         device_room = self._device - self._fixed(sequences) - self._held_weights[0]
         host_room = self._host - self._host_fixed() - self._held_weights[1]
         to_disk = False
@@ -138,9 +239,10 @@ class _DevicePlanner(MemoryPlanner):
 
     def _kv_blocks(self, blocks: int, lower: int, disk: int) -> _KVBlocks:
         """So many blocks, of which some are below the device, and of these some on disk."""
-        stage, pinned_stage = (stage_blocks(self._policy, n, self._request.max_sequence) for n in (lower, disk))
+        longest = self._request.max_sequence
+        stage, pinned_stage = (stage_blocks(self._policy, n, longest, self._stage_room) for n in (lower, disk))
         on_device = (blocks - lower) * self._block_bytes + stage * self._stage_bytes
-        on_host = (lower - disk) * self._block_bytes + pinned_stage * self._pinned_stage_bytes
+        on_host = (lower - disk) * self._block_bytes + pinned_stage * self._host_stage_bytes
         return _KVBlocks(blocks - lower, lower - disk, disk, stage, pinned_stage, on_device, on_host)
 
     def _fewest_below(self, blocks: int, room: int) -> int:
@@ -206,6 +308,7 @@ class _DevicePlanner(MemoryPlanner):
             host_kv_blocks=kv.host,
             stage_blocks=kv.stage,
             pinned_stage_blocks=kv.pinned_stage,
+            tokens_per_s=kv.tokens_per_s,
             pinned=pinned,
             pinned_bytes=pinned_total,
         )
@@ -216,7 +319,8 @@ class _DevicePlanner(MemoryPlanner):
         """Tiles held in pinned memory: as many as fit `nbytes` and the pieces that it is allocated in."""
         while True:
             chosen = hottest(self._request.tiles, candidates, nbytes, probabilities)
-            over = self._pinned_bytes(chosen, kv) - (self._host - SLACK_BYTES)
+            attended = kv.pinned_stage * self._attended_stage_bytes
+            over = self._pinned_bytes(chosen, kv) + attended - (self._host - SLACK_BYTES)
             if over <= 0 or not chosen:
                 return chosen
             nbytes = max(0, nbytes - over - self._request.largest_tile)

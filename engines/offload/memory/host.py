@@ -4,11 +4,12 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 
-from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes
+from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes, stage_blocks
 from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
+from engines.offload.memory.placement import Room, SharedMemory, Shares
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
-from engines.offload.memory.planner import MemoryPlanner, summed
+from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: Share of one batch's activations that the allocator keeps after they are freed: 30 MB of 50 came and went between
@@ -26,15 +27,41 @@ _ENOUGH = 0.95
 
 
 def plan_host_memory(
-    request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None = None
-) -> MemoryPlan:
+    request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None = None,
+    disk: float = math.inf,
+) -> MemoryPlan:  # fmt: skip
     """The plan for `policy` within `budget` bytes of host memory (None: unlimited).
 
     Memory left over holds weights, unless the policy sets how many; a sweep holds all of them, with fewer sequences,
     where that is faster by `rates`. The ring is as large as reads in flight need by `rates`, without any as large as
     may be, and none where all weights are held. Without a device the policy's device tier is host memory as well.
+
+    Where the policy does not place the KV cache it is in memory; by `rates` a part of it is on disk where that is
+    clearly faster (placement.py), as for a sweep of more sequences, or where it fits no other way. The disk has `disk`
+    bytes for it.
+
     Raises InfeasibleError with the missing bytes and the nearest batch size that fits.
     """
+    refusal, found = None, list[MemoryPlan]()
+    try:
+        found.append(_in_memory(request, policy, budget, rates))
+    except InfeasibleError as exc:
+        refusal = exc
+    if policy.cache is None and budget is not None and rates is not None:
+        all_held = found and len(found[0].resident) == len(request.tiles) and found[0].sequences == policy.block_size
+        if not all_held:
+            with suppress(InfeasibleError):
+                found.append(_partly_on_disk(request, policy, budget, rates, disk))
+    if refusal is not None and not found:
+        raise refusal
+    first, last = found[0], found[-1]
+    return last if first.tokens_per_s <= _ENOUGH * last.tokens_per_s else first
+
+
+def _in_memory(
+    request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None
+) -> MemoryPlan:
+    """The plan with the KV cache where the policy has it, else in memory."""
     if policy.weights is not None:
         return _streaming(request, policy, budget, rates)
     held = None
@@ -49,6 +76,37 @@ def plan_host_memory(
     if held is None or (held.sequences < streaming.sequences and held.tokens_per_s <= _ENOUGH * streaming.tokens_per_s):
         return streaming
     return held
+
+
+def _partly_on_disk(
+    request: MemoryRequest, policy: OffloadPolicy, budget: int, rates: PassRates, disk: float
+) -> MemoryPlan:
+    """The fastest plan with the part of the KV cache on disk that it and the weights leave there. A sweep may run fewer
+    sequences than the policy's.
+
+    Raises InfeasibleError where the work of a sequence or a block does not fit."""
+    sizes = [policy.gpu_batch_size]
+    while policy.schedule == "sweep" and sizes[-1] > 1:
+        sizes.append(min(sizes[-1] - 1, int(sizes[-1] / STEP)))
+    best: MemoryPlan | None = None
+    for size in sizes:
+        of_size = replace(policy, gpu_batch_size=size)
+        shares = _HostPlanner(request, of_size, budget, rates).shared(rates, disk)
+        if shares is None:
+            continue
+        if not shares.blocks[2]:
+            break
+        part = shares.blocks[2] / sum(shares.blocks)
+        try:
+            plan = _streaming(request, replace(of_size, cache=(0.0, 1 - part, part)), budget, rates)
+        except InfeasibleError:
+            continue
+        if best is not None and plan.tokens_per_s < best.tokens_per_s:
+            break
+        best = plan
+    if best is None:
+        raise InfeasibleError("nothing fits with keys and values on disk either", {})
+    return best
 
 
 def _streaming(
@@ -109,6 +167,27 @@ class _HostPlanner(MemoryPlanner):
         left = room - blocks * self._block_bytes
         held = left if self._held_weights is None else self._held_weights
         return self._finished(blocks, sequences, held, f"{mib(left)} left")
+
+    def shared(self, rates: PassRates, disk: float) -> Shares | None:
+        """How the policy's sequences, all of them, divide memory between their KV cache and weights; None where they do
+        not fit."""
+        assert self._budget is not None
+        sequences = self._policy.block_size
+        blocks = self._request.kv_blocks(sequences, self._mixed_ages)
+        record = record_bytes(self._request.shape, self._request.cache)
+        room = Room(
+            0.0,
+            self._budget - self._fixed(sequences) + (self._held_weights or 0),
+            stage=stage_blocks(self._policy, blocks, self._request.max_sequence),
+            host_stage_bytes=STAGES * record,
+            on_disk=disk / (record * self._request.shape.num_layers),
+        )
+        classes = self._request.weight_classes(sequences)
+        passes = JobPasses(self._request, self._policy, rates, sequences, self._activations.chunk, 0)
+        block_bytes = kv_block_bytes(self._request.shape, self._request.cache)
+        held = None if self._held_weights is None else (0.0, float(self._held_weights))
+        shared = SharedMemory(classes, blocks, block_bytes, room, passes.job_seconds, held)
+        return shared.best() if shared.fits else None
 
     def _fixed(self, sequences: int) -> int:
         """Everything but the KV cache and weights that only fill what is left."""

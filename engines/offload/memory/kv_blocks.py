@@ -22,12 +22,16 @@ def kv_block_bytes(shape: ModelShape, stored: Storage) -> int:
     return BLOCK_SIZE * 2 * shape.num_layers * shape.num_kv_heads * stored.row_bytes(shape.head_dim)
 
 
-def stage_blocks(policy: OffloadPolicy, offloaded: int, longest: int) -> int:
+def stage_blocks(policy: OffloadPolicy, offloaded: int, longest: int, room: int | None = None) -> int:
     """Blocks of a stage for so many offloaded ones: those of one batch, of sequences of `longest` tokens at most. Which
-    of a sweep's are in which batch only a pass tells."""
-    if policy.schedule == "sweep":
-        return offloaded
-    return min(offloaded, policy.gpu_batch_size * blocks_for(longest))
+    of a sweep's are in which batch only a pass tells.
+
+    A batch with more blocks than there is `room` for (None: any number) goes through the stage in parts, which have as
+    many as the longest sequence at least."""
+    batch = offloaded
+    if policy.schedule != "sweep":
+        batch = min(offloaded, policy.gpu_batch_size * blocks_for(longest))
+    return batch if room is None else min(batch, max(room, blocks_for(longest)))
 
 
 def record_bytes(shape: ModelShape, stored: Storage) -> int:

@@ -16,6 +16,14 @@ _CLASSES = 32
 
 
 @dataclass(frozen=True)
+class WeightClass:
+    """`nbytes` of weights, each of which a pass reads with about the same `probability`."""
+
+    nbytes: float
+    probability: float
+
+
+@dataclass(frozen=True)
 class MemoryRequest:
     """What the engine needs memory for.
 
@@ -57,6 +65,18 @@ class MemoryRequest:
     def largest_tile(self) -> int:
         """Bytes of the largest tile, page-aligned: a slot of the ring."""
         return max(tile.span for tile in self.tiles)
+
+    def weight_classes(self, sequences: int) -> list[WeightClass]:
+        """The classes that `hottest` takes tiles from, in its order, in a pass of a token of each sequence."""
+        if not self.usage.experts:
+            return [WeightClass(self.weight_bytes, 1.0)]
+        sums: dict[int, list[float]] = {}
+        probabilities = self.usage.read_probabilities(self.tiles, sequences)
+        for tile, probability in zip(self.tiles, probabilities, strict=True):
+            total = sums.setdefault(round(probability * _CLASSES), [0.0, 0.0])
+            total[0] += tile.nbytes
+            total[1] += tile.nbytes * probability
+        return [WeightClass(nbytes, expected / nbytes) for _, (nbytes, expected) in sorted(sums.items(), reverse=True)]
 
     def kv_blocks(self, sequences: int, mixed_ages: bool) -> int:
         """KV blocks for `sequences` at full length; if `mixed_ages`, for one at full length or all at mean length."""

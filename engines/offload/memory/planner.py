@@ -17,6 +17,8 @@ _SLOTS = (4, 16)
 _RING_SHARE = 1 / 16
 #: Share of a budget for the activations of a pass's prompt tokens, if the policy sets no chunk.
 _ACTIVATION_SHARE = 1 / 8
+#: Numbers of sequences of a sweep that are compared are so far apart.
+STEP = 1.1
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class StageTimes:
             mean_new=self.mean_new,
         )
         try:
-            plan = plan_host_memory(request, self.policy, rank.budget, rank.rates)
+            plan = plan_host_memory(request, self.policy, rank.budget, rank.rates, disk=0)
         except InfeasibleError:
             return math.inf
         streamed = [tile for tile in request.tiles if tile.index not in plan.resident]

@@ -40,16 +40,23 @@ def pass_rates(
 
     The disk is that of `scratch`, at most at `disk_limit` bytes/s; the kept rates are in the cache of `kernels`.
     """
-    kept = KeptChoices(kernels.cache)
-    reads = _numbers(kept, ("read rates",), lambda: _read_rates(scratch))
+    kept, reads = KeptChoices(kernels.cache), read_rate(kernels, scratch, disk_limit)
+    if reads is None:
+        return None
+    key = ("seconds a value", way.label, hidden, kernels.threads)
+    seconds = _numbers(kept, key, partial(seconds_per_value, way, hidden, kernels, ROWS))
+    memory = way.stored.matrix_bytes(PANEL, TILE_VALUES) / PANEL / TILE_VALUES / seconds[1]
+    return PassRates(*reads, partial(seconds_at, seconds), memory)
+
+
+def read_rate(kernels: HostKernels, scratch: Path, disk_limit: float | None) -> tuple[float, int] | None:
+    """Bytes/s that arrive from disk, and the bytes of a read at which they do, as in `pass_rates`."""
+    reads = _numbers(KeptChoices(kernels.cache), ("read rates",), lambda: _read_rates(scratch))
     if not reads:
         return None
     rate = max(reads.values())
     size = min(size for size, found in reads.items() if found >= _ENOUGH * rate)
-    key = ("seconds a value", way.label, hidden, kernels.threads)
-    seconds = _numbers(kept, key, partial(seconds_per_value, way, hidden, kernels, ROWS))
-    memory = way.stored.matrix_bytes(PANEL, TILE_VALUES) / PANEL / TILE_VALUES / seconds[1]
-    return PassRates(min(rate, disk_limit or rate), size, partial(seconds_at, seconds), memory)
+    return min(rate, disk_limit or rate), size
 
 
 def seconds_at(seconds: Mapping[int, float], rows: float) -> float:

@@ -21,8 +21,8 @@ from engines.offload.memory.placement import Room, SharedMemory
 from engines.offload.memory.plan import MemoryRequest, WeightClass
 from engines.offload.memory.storage import Plain
 from engines.planning.engine_cost_models import engine_cost_model
-from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.planners import planner_for
 from engines.planning.workload import Lengths
 from harness import api, hardware
 

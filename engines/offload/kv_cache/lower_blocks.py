@@ -63,6 +63,10 @@ class StagedLayer:
     def rows(self) -> torch.Tensor:
         return self.staged
 
+    @property
+    def has_others(self) -> bool:
+        return self.in_memory > 0
+
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
         step = self.staged.stride(0) * self.staged.itemsize
         staged = (table.long() - self.in_memory).clamp(min=0) * step + self.staged.data_ptr()

@@ -3,80 +3,23 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 
-from engines.offload.device.protocol import Device, Event
 from engines.offload.expert_routing import ExpertRouting
 from engines.offload.kernels import stored_view
 from engines.offload.kv_cache.attention import AttentionTask
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
-from engines.offload.model.activation_offload import PAUSED, pause
+from engines.offload.model.activation_offload import pause
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_ops import ALL, Op, pass_ops
-from engines.offload.timeline import AWAITING, BETWEEN
+from engines.offload.running_batch import Attending, RunningBatch
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, ResidentRun, resident_runs
 from harness.api import HarnessError
-
-
-@dataclass(frozen=True)
-class _Attending:
-    """The attention that a batch waits for while it runs beside other batches' products."""
-
-    task: AttentionTask
-    launched: Event
-
-    def wait(self, device: Device) -> torch.Tensor:
-        device.join(self.launched)
-        return self.task.wait()
-
-
-class _Batch:
-    """One batch of a pass: the greenlet that runs the model over it, and the reason for which it has stopped.
-
-    `stopped_for` is a GemmRequest, an _Attending or PAUSED, and holds the logits once the model has returned.
-    """
-
-    def __init__(self, loaded: LoadedModel, batch: PackedBatch) -> None:
-        self._greenlet = greenlet(loaded.meta_model)
-        self._device = loaded.device
-        self._timeline = loaded.timeline
-        self.stopped_for: Any = None
-        self.answer: Any = batch  # the value to resume the greenlet with; None while it must wait
-
-    def resume(self, stop_at_attention: bool) -> None:
-        """Resumes the batch, if it has an answer: up to its next matrix, or only to its attention."""
-        began = self._timeline.now()
-        if isinstance(self.stopped_for, _Attending):
-            self.answer = self.stopped_for.wait(self._device)
-            self._timeline.add("compute", AWAITING, began, self._timeline.now())
-            began = self._timeline.now()
-        if self.answer is None:
-            return
-        self.stopped_for = self._greenlet.switch(self.answer)
-        if isinstance(self.stopped_for, _Attending) and not stop_at_attention:
-            self.stopped_for = self._greenlet.switch(self.stopped_for.wait(self._device))
-        self.answer = None
-        self._timeline.add("compute", BETWEEN, began, self._timeline.now())
-
-    def resume_paused(self) -> None:
-        """Resumes the batch from a pause, once the other batches have reached it too; alone it may pause again."""
-        while self.stopped_for is PAUSED:
-            began = self._timeline.now()
-            self.stopped_for = self._greenlet.switch()
-            self._timeline.add("compute", BETWEEN, began, self._timeline.now())
-
-    def abandon(self) -> None:
-        """Waits for a running attention, since its KV blocks may soon belong to another sequence."""
-        if isinstance(self.stopped_for, _Attending):
-            with suppress(Exception):
-                self.stopped_for.wait(self._device)
 
 
 class Executor:
@@ -116,7 +59,7 @@ class Executor:
         self._stream.align()
         self._experts.begin_pass(sum(len(batch.ids) for batch in batches))
         self._batches = len(batches)
-        running = [_Batch(self._loaded, batch) for batch in batches]
+        running = [RunningBatch(self._loaded, batch) for batch in batches]
         try:
             self._run(self._ops(len(batches)), running, meanwhile)
         except BaseException:
@@ -133,7 +76,7 @@ class Executor:
         unstopped = {i for run in self._whole.values() for i in run.indices if batches == 1}
         return [op for op in ops if op.tile not in unstopped]
 
-    def _run(self, ops: Sequence[Op], batches: Sequence[_Batch], meanwhile: Callable[[], None] | None) -> None:
+    def _run(self, ops: Sequence[Op], batches: Sequence[RunningBatch], meanwhile: Callable[[], None] | None) -> None:
         in_ring: dict[int, torch.Tensor] = {}  # by tile
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             if op.kind == "load":
@@ -155,7 +98,7 @@ class Executor:
                     for batch in batches:
                         batch.resume_paused()
 
-    def _multiply(self, op: Op, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]) -> None:
+    def _multiply(self, op: Op, batches: Sequence[RunningBatch], in_ring: dict[int, torch.Tensor]) -> None:
         """Adds an operation's tiles to the product of their matrices, which the first tile starts."""
         tile = self._tiles[op.tile]
         if not self._experts.needs(tile.matrix):
@@ -228,7 +171,7 @@ class Executor:
             self._in_use.popleft()
             self._stream.release()
 
-    def _requests(self, matrix: str, number: int, batches: Sequence[_Batch]) -> list[GemmRequest | None]:
+    def _requests(self, matrix: str, number: int, batches: Sequence[RunningBatch]) -> list[GemmRequest | None]:
         """The requests that batch `number`, or each batch for ALL, has stopped for. All are for `matrix`, unless it is
         an expert's, which a batch may skip (None)."""
         requests: list[GemmRequest | None] = []
@@ -253,7 +196,7 @@ class Executor:
     def attend(self, task: AttentionTask) -> torch.Tensor:
         """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
         if self._batches > 1 and self._loaded.overlaps:
-            attending = _Attending(task, self._loaded.device.run_async(task.launch))
+            attending = Attending(task, self._loaded.device.run_async(task.launch))
             return torch.as_tensor(getcurrent().parent.switch(attending))
         task.launch()
         if self._batches > 1 and self._loaded.cache.host_attention is not None:

@@ -12,11 +12,12 @@ from itertools import chain
 from typing import TypeVar
 
 from engines.offload.admission import AverageLength
+from engines.offload.block_scheduler import BlockScheduler
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.scheduled_chunk import ActiveSequence
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, Scheduler
+from engines.offload.scheduler import ContinuousScheduler, Scheduler
 from harness.api import OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 

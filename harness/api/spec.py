@@ -73,7 +73,7 @@ class OffloadPolicy:
     pipeline: int = 1
     wire_bits: Literal[8] | None = None
     tensor: int = 1
-    async_scheduling: bool = True
+    async_scheduling: bool = False
 
     @property
     def ranks(self) -> int:
@@ -260,7 +260,7 @@ class RunSpec:
             "overlap": True,
             "nano_batches": 1,
             "nano_overlap": True,
-            "async_scheduling": True,
+            "async_scheduling": False,
         },
         "limits": {"disk_bandwidth": None, "link_rate": None, "link_delay_s": None},
     }  # fmt: skip

@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.offload import timeline
+from engines.offload.block_scheduler import BlockScheduler
 from engines.offload.device.host import HostDevice
 from engines.offload.engine import OffloadEngine
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.scheduled_chunk import ActiveSequence
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler
+from engines.offload.scheduler import ContinuousScheduler
 from harness import api
 from tests.offload import VOCAB, prepare, save, save_with_tokenizer, words
 
@@ -81,8 +82,9 @@ def test_passes_formed_ahead_are_those_that_are_formed_afterwards(job, scheduler
     kind, batches = scheduler
     limits = (size, PrefillBudget(chunk, 1, chunk)) if batches == 1 else (size, batches, chunk)
     to_the_end = [(prompt, steps, steps) for prompt, steps, _ in job]
-    found, _ = passes_of(kind, to_the_end, blocks, limits, ahead=True)
-    assert found == passes_of(kind, to_the_end, blocks, limits, ahead=False)[0]
+    found, through = passes_of(kind, to_the_end, blocks, limits, ahead=True)
+    # a pass that would preempt is given up, and whom it let in stays: the same passes in another order, or of other parts
+    assert through.preemptions or found == passes_of(kind, to_the_end, blocks, limits, ahead=False)[0]
     passes, ended = passes_of(kind, job, blocks, limits, ahead=True)  # some end before their length
     rows = sum(count for _, _, count in chain.from_iterable(passes))
     needed = sum(prompt + min(steps, ends) - 1 for prompt, steps, ends in job)
@@ -127,7 +129,9 @@ POLICIES = {
 def loaded(model, cache, policy, threads=2, **options):
     engine = OffloadEngine(**options)
     job = api.Job(cache, cache, 64, 64, reproducible=True)
-    engine.load(model, api.OffloadPolicy(threads=threads, **policy), api.HardwareLimits(), job)
+    engine.load(
+        model, api.OffloadPolicy(**{"threads": threads, "async_scheduling": True, **policy}), api.HardwareLimits(), job
+    )
     return engine
 
 

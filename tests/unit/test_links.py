@@ -145,7 +145,10 @@ def test_a_suite_asks_for_links_in_bits_per_second_and_seconds():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policy": {}, "limits": {"link_rate": "1Gbit"}}, "limits.link_rate.*policy.pipeline` of 2 or more"),
+        (
+            {"policy": {}, "limits": {"link_rate": "1Gbit"}},
+            "limits.link_rate.*policy.pipeline` or `tensor` of 2 or more",
+        ),
         ({"launcher": "docker", "limits": {"link_delay": "1ms"}}, "`launcher: process or venv`"),
         ({"limits": {"link_rate": "100MB"}}, "the units are bit, kbit, Mbit, Gbit"),
         ({"limits": {"link_rate": 10}}, "limits.link_rate is 10; it must lie"),

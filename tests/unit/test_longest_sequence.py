@@ -33,8 +33,8 @@ def spec(policy, budget=BUDGET, **limits):
 @pytest.mark.parametrize(
     "policy",
     [
-        {"schedule": "sweep", "gpu_batch_size": 64},
-        {"schedule": "row", "gpu_batch_size": 2, "weights": (0.0, 1.0, 0.0)},
+        {"schedule": "sweep", "gpu_batch_size": 64, "cache": (0.0, 1.0, 0.0)},
+        {"schedule": "row", "gpu_batch_size": 2, "weights": (0.0, 1.0, 0.0), "cache": (0.0, 1.0, 0.0)},
         {"schedule": "zigzag", "gpu_batch_size": 1, "num_gpu_batches": 2, "weight_bits": 4, "kv_bits": 8},
     ],
     ids=["sweep", "row", "zigzag"],

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.offload.admission import AverageLength, peak_blocks
+from engines.offload.block_scheduler import BlockScheduler
 from engines.offload.kv_cache.block_hashes import extend_block_hashes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.prefill_budget import PrefillBudget, search_prefill_budget
 from engines.offload.scheduled_chunk import prompt_rows
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler
+from engines.offload.scheduler import ContinuousScheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
 from harness.api import GenerationRequest, SamplingParams

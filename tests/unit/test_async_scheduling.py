@@ -83,7 +83,7 @@ def test_passes_formed_ahead_are_those_that_are_formed_afterwards(job, scheduler
     limits = (size, PrefillBudget(chunk, 1, chunk)) if batches == 1 else (size, batches, chunk)
     to_the_end = [(prompt, steps, steps) for prompt, steps, _ in job]
     found, through = passes_of(kind, to_the_end, blocks, limits, ahead=True)
-    # a pass that would preempt is given up, and whom it let in stays: the same passes in another order, or of other parts
+    # a pass that would preempt is given up, and whom it let in stays: the next one has another order, or other parts
     assert through.preemptions or found == passes_of(kind, to_the_end, blocks, limits, ahead=False)[0]
     passes, ended = passes_of(kind, job, blocks, limits, ahead=True)  # some end before their length
     rows = sum(count for _, _, count in chain.from_iterable(passes))

@@ -19,7 +19,8 @@ def backend_for(
 
     Raises UnsupportedError where there is no such device.
     """
-    if request.limits.host_memory is not None:
+    # a mixture's passes allocate in ever other sizes; those of other models would have their pages cleared each time
+    if request.limits.host_memory is not None and request.model.shape.params_idle:
         return_freed_memory()
     accelerator = opened(request.limits, attention_units)
     if accelerator is not None:

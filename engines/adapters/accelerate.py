@@ -16,12 +16,12 @@ measured (transformers 5.23, accelerate 1.15, CPU):
   as the variable MALLOC_MMAP_THRESHOLD_ would.
 """
 
-import ctypes
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
 
 from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
+from engines.common.freed_memory import return_freed_memory
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from engines.models import checkpoints
 from harness.api import DTYPE_BYTES, Capabilities, InfeasibleError
@@ -59,7 +59,7 @@ class AccelerateEngine(CausalLMEngine):
 
     def _place(self, request: PlacementRequest) -> PlacedModule:
         max_memory, note = self._max_memory(request)
-        _return_freed_memory()
+        return_freed_memory()
         module = from_checkpoint(
             request, device_map="auto", max_memory=max_memory, offload_folder=str(request.job.scratch)
         )
@@ -124,11 +124,3 @@ def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
         else:
             device += parameter.numel() * parameter.element_size()
     return device, host, disk
-
-
-def _return_freed_memory() -> None:
-    """Makes glibc return freed blocks of 1 MiB and more to the system, as other C libraries do by default."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        m_mmap_threshold = -3  # from malloc.h; an explicit value also stops the threshold from growing
-        mallopt(m_mmap_threshold, 1 << 20)

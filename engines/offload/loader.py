@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from engines.common.freed_memory import return_freed_memory
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels, KernelSet, WeightPack
@@ -42,6 +43,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     `host_kernels` convert checkpoints; `stack` ends what was started. Raises as OffloadEngine.load does.
     """
     model, policy, limits = request.model, request.policy, request.limits
+    _keep_to_limits(request)
     sparse = policy.value_sparsity < 1
     option, why = choose_option(options(request, backend), request)
     chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs
@@ -134,6 +136,13 @@ def _fuse(model: MetaModel, kernels: KernelSet) -> None:
         fuse_rms_norms(model.module, norm)
     if (rotary := kernels.rotary()) is not None:
         fuse_rotary(model.module, rotary, model.dtype)
+
+
+def _keep_to_limits(request: LoadRequest) -> None:
+    """Has memory that a mixture's passes free go back to the system where its limit needs it: they allocate in many
+    sizes. Passes of other models would only have the same pages cleared again."""
+    if request.limits.host_memory is not None and request.model.shape.params_idle:
+        return_freed_memory()
 
 
 def _converted(

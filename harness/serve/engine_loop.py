@@ -130,9 +130,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                for event in self._engine.step():
+                events = self._engine.step()
+                self._stats = self._engine.stats()  # first: who has an answer finds the pass it came from counted
+                for event in events:
                     self._hand_out(event)
-                self._stats = self._engine.stats()
         except Exception as exc:
             refusal = classify(exc)
             with self._lock:

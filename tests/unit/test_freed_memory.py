@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from engines.offload import loader
+from tests.offload import OTHERS, load, tiny
+
 #: Prints by how many MiB memory has grown once blocks of ever other sizes were freed, but for small ones between them.
 GROWN = """
 import ctypes, sys
@@ -42,3 +45,16 @@ def grown(how: str) -> int:
 def test_blocks_that_were_freed_do_not_stay():
     assert grown("kept") > 20, "the allocator of this machine keeps nothing: this test shows nothing"
     assert grown("returned") < 3
+
+
+@pytest.mark.parametrize(
+    ("family", "budget", "returns"),
+    [("mixtral", 400 << 20, True), ("mixtral", None, False), ("llama", 400 << 20, False)],
+)
+def test_mixtures_under_a_limit_return_what_they_free(tmp_path, monkeypatch, family, budget, returns):
+    calls = []
+    monkeypatch.setattr(loader, "return_freed_memory", lambda: calls.append(family))
+    model = tiny(tmp_path / "model", family, **OTHERS.get(family, {}))
+    engine, _ = load(model, tmp_path, budget=budget, gpu_batch_size=2)
+    engine.close()
+    assert bool(calls) == returns

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 
-from engines.common.freed_memory import return_freed_memory
 from engines.offload.backend.base import Backend, LoadRequest
 from engines.offload.backend.cuda import CudaBackend
 from engines.offload.backend.host import HostBackend
@@ -19,9 +18,6 @@ def backend_for(
 
     Raises UnsupportedError where there is no such device.
     """
-    # a mixture's passes allocate in ever other sizes; those of other models would have their pages cleared each time
-    if request.limits.host_memory is not None and request.model.shape.params_idle:
-        return_freed_memory()
     accelerator = opened(request.limits, attention_units)
     if accelerator is not None:
         resources.callback(accelerator.close)

@@ -28,8 +28,8 @@ class Executor:
     A batch stops in `gemm`. When all have stopped, the executor multiplies the rows of all batches that wait for the
     next matrix together, tile by tile as tiles arrive, and resumes each batch with its rows: a weight is read, and
     unpacked or cast, once for all batches. A batch that is alone in its pass does not stop for a matrix that is
-    resident as a whole. If attention overlaps products, a batch also stops in `attend`, while its attention runs in a
-    separate thread or stream.
+    resident as a whole, but for the last one, beside which its pass is ended. If attention overlaps products, a batch
+    also stops in `attend`, while its attention runs in a separate thread or stream.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:

@@ -45,8 +45,8 @@ def published() -> dict[str, Any]:
     """By hardware and engine, of published cells."""
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     profiles = {name: hardware.load(name) for name in hardware.names()}
-    for name, _, _, outcomes in fit.held_out_outcomes(profiles):
-        for outcome in outcomes:
+    for name, _, _, fitted, cells in fit.held_out_tables(profiles):
+        for outcome in fitted.outcomes(cells):
             assert outcome.cell.figure is not None
             ratios[name][outcome.cell.engine].append(float(outcome.cell.figure) / outcome.predicted)
     return {name: _summaries(engines) for name, engines in ratios.items()}

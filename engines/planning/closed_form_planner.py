@@ -1,13 +1,23 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from engines.offload.memory.device import PINNED_SHARE
-from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
+from engines.planning.closed_form import (
+    RESOURCES,
+    BatchWork,
+    Seconds,
+    SublayerCosts,
+    decode_work,
+    mean_over,
+    mixed_work,
+    prefill_work,
+)
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.flexgen_memory import flexgen_constraints
 from engines.planning.machine import Machine
@@ -34,6 +44,8 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 16
 #: Placements that are predicted, of those that the linear programme's costs rank first.
 _PREDICTED = 3
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
+#: How long a pass takes in which each batch does some works, and how long each resource is busy in it.
+PassSeconds = Callable[[SublayerCosts, Sequence[BatchWork]], tuple[float, Seconds]]
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,10 @@ class ClosedFormPlanner:
 
         Raises HarnessError for a policy without a performance model.
         """
+        return self.predict_by(policy, SublayerCosts.pass_seconds)
+
+    def predict_by(self, policy: OffloadPolicy, pass_seconds: PassSeconds) -> Prediction:
+        """As predict, with the time of a pass and of its resources from `pass_seconds`."""
         require_modelled(policy)
         engine = self._engine_for(policy)
         assert policy.cache and policy.activations
@@ -102,7 +118,8 @@ class ClosedFormPlanner:
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
         engine = replace(engine, pinned_weights=self._pinned(policy, weights, peak))
-        cost = SublayerCosts(self.shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
+        costs = SublayerCosts(self.shape, policy, self._machine_for(policy), engine, self._disk_read(peak))
+        cost = partial(pass_seconds, costs)
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
         if policy.schedule == "sweep":
@@ -160,7 +177,7 @@ class ClosedFormPlanner:
             candidates += [fitting[i] for i in fastest]
             if pinned[fastest[0]]:  # elsewhere there may be a placement that can be pinned
                 break
-        return max(candidates, key=lambda p: self.predict(p).throughput_tok_s, default=None)
+        return max(candidates, key=lambda p: self.estimate(p).throughput_tok_s, default=None)
 
     def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
         """Whether weights are copied from pinned memory: on request, which users make where there is room for it.

@@ -1,4 +1,4 @@
-"""Plans for our engine on one device: its own memory plan, costed by the closed form."""
+"""Plans for our engine on one device: its own memory plan, and its passes in simulated time."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +11,10 @@ from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
+from engines.planning.closed_form import RESOURCES, SublayerCosts
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.device_job import block_times, sweep_times
+from engines.planning.device_pass import DevicePass
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.memory import TierBytes
 from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
@@ -27,7 +30,12 @@ _ON_DISK: Fractions = (0.0, 0.0, 1.0)
 
 
 class DevicePlanner(ClosedFormPlanner):
-    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand."""
+    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand.
+
+    Estimates by the closed form, predicts in simulated time.
+    """
+
+    simulates = True
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
         super().__init__(job, profile, engine)
@@ -70,7 +78,33 @@ class DevicePlanner(ClosedFormPlanner):
         )
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
+        """For a policy with all fractions, by passes in simulated time. Raises InfeasibleError as the engine does."""
+        estimate, plan, lengths = self.estimate(policy), self._plan(policy), self.lengths
+        passes = self.passes(policy)
+        if policy.schedule == "sweep":
+            times = sweep_times(passes, plan.sequences, policy.nano_count, lengths, plan.chunk)
+        else:
+            times = block_times(passes, policy, lengths, plan.chunk)
+        used = dict(zip(RESOURCES, times.used.tolist(), strict=True))
+        seconds = times.prefill_s + times.decode_s
+        return replace(
+            estimate,
+            throughput_tok_s=estimate.requests * lengths.generated / seconds,
+            prefill_s=times.prefill_s,
+            decode_s=times.decode_s,
+            block_latency_s=seconds,
+            bottleneck=max(used, key=lambda name: used[name]),
+            used=used,
+        )
+
+    def passes(self, policy: OffloadPolicy) -> DevicePass:
+        """The engine's passes in simulated time, of which none has run."""
+        machine = self._machine_for(policy)
+        costs = SublayerCosts(self.shape, policy, machine, self._engine_for(policy))
+        return DevicePass(self._tiles(policy), self._plan(policy), self.job.usage, costs, machine)
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """By the closed form. Raises InfeasibleError as the engine does."""
         plan = self._plan(policy)
         if policy.schedule == "sweep":
             policy = replace(policy, gpu_batch_size=plan.sequences)

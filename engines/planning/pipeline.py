@@ -14,11 +14,12 @@ from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.generate_planner import GeneratePlanner
 from engines.planning.host_planner import HostPlanner
 from engines.planning.planned_job import PlannedJob
+from engines.planning.simulated_planner import SimulatedPlanner
 from engines.planning.workload import VALUE_BYTES
 from harness.api import HardwareProfile, HarnessError, OffloadPolicy
 
 
-class PipelinePlanner(ClosedFormPlanner):
+class PipelinePlanner(SimulatedPlanner):
     """Plans the longest stage, which sets the pace. A policy is one stage's placement, and all stages' batches.
 
     The devices of one profile share its host. If the profile has a single device, each stage has its own machine.
@@ -38,7 +39,13 @@ class PipelinePlanner(ClosedFormPlanner):
         A batch starts its next pass when it has left the last stage, so with fewer batches than stages some stages
         idle.
         """
-        stage = super().predict(policy)
+        return self._of_stages(super().predict(policy), policy)
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        return self._of_stages(super().estimate(policy), policy)
+
+    def _of_stages(self, stage: Prediction, policy: OffloadPolicy) -> Prediction:
+        """All stages, from the prediction for the longest."""
         batches = policy.num_gpu_batches
         hop = (self.stages - 1) * self._hop_s(policy)
         prefill = stage.prefill_s * (1 + (self.stages - 1) / batches) + hop * self.lengths.prompt
@@ -77,7 +84,7 @@ def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostMod
         return PipelinePlanner(job, profile, engine, stages)
     if engine.weight_tiers:
         return GeneratePlanner(job, profile, engine)
-    return (DevicePlanner if engine.name == "offload" else ClosedFormPlanner)(job, profile, engine)
+    return (DevicePlanner if engine.name == "offload" else SimulatedPlanner)(job, profile, engine)
 
 
 def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:

@@ -1,0 +1,18 @@
+"""Plans that are estimated by the closed form and predicted by passes in simulated time."""
+
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.engine_pass import simulated_pass
+from harness.api import OffloadPolicy
+
+
+class SimulatedPlanner(ClosedFormPlanner):
+    """Predicts by simulating one pass of each kind; the closed form, which is faster, ranks what a search tries."""
+
+    simulates = True
+
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """For a policy with all fractions, whether it fits or not. Raises as ClosedFormPlanner.predict."""
+        return self.predict_by(policy, simulated_pass)
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        return super().predict(policy)

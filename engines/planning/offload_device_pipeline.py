@@ -25,11 +25,14 @@ class OffloadDevicePipelinePlanner(DevicePipelinePlanner):
         self._longest = self._planners[longest]
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy with the fractions of the longest stage's memory plan; None if it does not fit."""
-        return self._longest.runnable(policy)
+        """The policy with the fractions of the longest stage's memory plan, or with all weights on the devices, so that
+        several groups are under way, if that is estimated to be faster; None if neither fits."""
+        kinds = [policy] if policy.weights else [policy, replace(policy, weights=(1.0, 0.0, 0.0))]
+        fitting = [found for kind in kinds if (found := self._longest.runnable(kind))]
+        return max(fitting, key=lambda found: self.estimate(found).throughput_tok_s, default=None)
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """As runnable. Raises InfeasibleError as the engine does."""
+        """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
         return self._longest.with_fractions(policy)
 
     def peak(self, policy: OffloadPolicy) -> TierBytes:

@@ -115,9 +115,7 @@ def search(planner: ClosedFormPlanner, space: SearchSpace, report: Report = no_r
     if best is not None:
         best_by_kind = _comparable(best_by_kind, best, close, estimates)
     rejected = [
-        (name, c, _reason(c, best, name in close))
-        for name, c in best_by_kind.items()
-        if c is None or c is not best
+        (name, c, _reason(c, best, name in close)) for name, c in best_by_kind.items() if c is None or c is not best
     ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return SearchResult(best, rejected)

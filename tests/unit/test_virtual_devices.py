@@ -166,7 +166,7 @@ def test_host_attention_runs_beside_the_device_and_not_after_it() -> None:
 
 def test_a_device_reads_for_a_tile_while_the_blocks_of_a_large_cache_come_up() -> None:
     """Copies of both share the link: neither has to wait for all of the other's, as the disk would then."""
-    planner = own_planner(replace(SMALL_T4, device=replace(SMALL_T4.device, memory=4e9), disk=replace(SMALL_T4.disk, read=1e9)))
+    planner = own_planner(replace(SMALL_T4, disk=replace(SMALL_T4.disk, read=1e9)))
     policy = planner.with_fractions(OffloadPolicy(64, schedule="sweep", weights=(0.0, 0.0, 1.0), cache=(0.0, 1.0, 0.0)))
     found = planner.predict(policy)
     assert found.busy["disk"] > 0.9
@@ -186,6 +186,9 @@ def test_a_pipeline_of_one_device_is_that_device_and_several_hold_what_one_reads
         assert found.pipeline.groups == planner.stages
         assert found.used["disk"] == found.used["h2d"] == 0
         assert found.throughput_tok_s > alone.throughput_tok_s
+    searched = stages[1].runnable(replace(policy, gpu_batch_size=64))  # memory is shared so that few weights stream
+    assert searched is not None
+    assert searched.weights == (1.0, 0.0, 0.0), "with several groups under way that is faster"
 
 
 TILES = model_tiles(matrices_of(shape("facebook/opt-125m")), Plain("float16"), Plain("float16"))

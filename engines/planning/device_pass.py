@@ -65,7 +65,7 @@ class DevicePass(PassWalk):
         where = [
             ON_DEVICE if i in plan.resident else IN_MEMORY if i in plan.pinned else ON_DISK for i in range(len(tiles))
         ]
-        joined, tiers = joined_tiles(tiles, where, grain)
+        joined, tiers, self._sizes = joined_tiles(tiles, where, grain)
         streamed = [tier != ON_DEVICE for tier in tiers]
         slots = min(max(1, plan.slots // grain), sum(streamed))
         super().__init__(joined, streamed, costs.shape.num_layers, slots, costs.policy)
@@ -81,9 +81,7 @@ class DevicePass(PassWalk):
         self._issued = 0.0  # up to when the calling thread had to wait for what it issues
         self._rows_ready = 0.0  # when activations that were moved are back
         # weights: the tiles in the order of their loads, when those under way arrive, and readers' buffers are free
-        self._upcoming = itertools.cycle(
-            [tile for tile, from_below in zip(joined, streamed, strict=True) if from_below]
-        )
+        self._upcoming = deque(tile for tile, from_below in zip(joined, streamed, strict=True) if from_below)
         self._arrivals: deque[float] = deque()
         self._buffers: deque[float] = deque([0.0] * READERS)
         # KV blocks, by stage: when it may be overwritten, and when what it held is on disk
@@ -97,8 +95,8 @@ class DevicePass(PassWalk):
         self._attended = 0
         self._stage_free, self._on_disk = [0.0] * STAGES, [0.0] * STAGES
         self._beside: dict[int, float] = {}  # by batch, when the host has attended
-        for _ in range(slots if self._overlap else 0):
-            self._fetch(0.0, 0.0)
+        self._room = min(plan.slots, sum(self._sizes[tile.index] for tile in self._upcoming))  # slots of the ring
+        self._fill(0.0, 0.0)
 
     def run(self, batches: Sequence[Sequence[BatchWork]]) -> float:
         """Runs a pass whose batches do these works; returns seconds since the end of the pass before."""
@@ -120,9 +118,16 @@ class DevicePass(PassWalk):
         self._issued = self._now  # the next pass needs this one's tokens
         return self._now - start
 
+    def _fill(self, issued: float, done: float) -> None:
+        """Begins to load what the ring has room for; the last product of what leaves it was issued and done then."""
+        while self._overlap and self._upcoming and self._sizes[self._upcoming[0].index] <= self._room:
+            self._fetch(issued, done)
+
     def _fetch(self, issued: float, done: float) -> None:
-        """Begins to load the next tile to a slot whose last product was issued and done at these times."""
-        tile = next(self._upcoming)
+        """Begins to load the next tile, to slots whose last product was issued and done at these times."""
+        tile = self._upcoming[0]
+        self._upcoming.rotate(-1)
+        self._room -= self._sizes[tile.index]
         if self._tiers[tile.index] == ON_DISK:
             began = max(issued, self._buffers.popleft())
             done = max(done, self.machine.run(DISK, tile.span / self._rates.profile.disk.read, began))
@@ -137,7 +142,7 @@ class DevicePass(PassWalk):
         return self.machine.run(resource, seconds + (self._rates.link.copy_s or 0.0) if seconds else 0.0, ready)
 
     def _load(self, tile: WeightTile) -> float:
-        if not self._overlap:
+        if not self._arrivals:  # nothing is loaded ahead, or other batches still need what the ring holds
             self._fetch(self._now, self._now)
         return self._arrivals.popleft()
 
@@ -146,8 +151,9 @@ class DevicePass(PassWalk):
         self._now = self.machine.run(DEVICE, sum(self._product(tile, rows) for tile in tiles), start)
         if arrival is not None:
             self._issued = max(self._issued, arrival)
-            if is_last and self._overlap:
-                self._fetch(self._issued, self._now)
+            if is_last:
+                self._room += self._sizes[tiles[0].index]
+                self._fill(self._issued, self._now)
 
     def _product(self, tile: WeightTile, rows: int) -> float:
         bits = 16 if tile.file.startswith(OUTSIDE) else self._costs.policy.weight_bits
@@ -223,14 +229,17 @@ class DevicePass(PassWalk):
             self._now = moved
 
 
-def joined_tiles(tiles: Sequence[WeightTile], tiers: Sequence[int], grain: int) -> tuple[list[WeightTile], list[int]]:
+def joined_tiles(
+    tiles: Sequence[WeightTile], tiers: Sequence[int], grain: int
+) -> tuple[list[WeightTile], list[int], list[int]]:
     """The tiles, of which those of a matrix that are on one tier are joined, up to `grain` of them where they stream;
-    and the tier of each.
+    and of each the tier, and of how many tiles it is.
 
     A matrix's tiles are ordered by tier: in the few milliseconds that its product takes the order hardly matters.
     """
     joined: list[WeightTile] = []
     joined_tiers: list[int] = []
+    counts: list[int] = []
     for span in matrix_spans(tiles):
         for tier, group in itertools.groupby(sorted(span, key=tiers.__getitem__), key=tiers.__getitem__):
             alike = list(group)
@@ -241,4 +250,5 @@ def joined_tiles(tiles: Sequence[WeightTile], tiers: Sequence[int], grain: int) 
                 nbytes = sum(part.nbytes for part in parts)
                 joined.append(replace(parts[0], index=len(joined), shape=(1, values), nbytes=nbytes))
                 joined_tiers.append(tier)
-    return joined, joined_tiers
+                counts.append(len(parts))
+    return joined, joined_tiers, counts

@@ -54,7 +54,8 @@ class DevicePlanner(ClosedFormPlanner):
         return None
 
     def with_fractions(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise, with a share of memory left free.
+        """The policy with the fractions, and a sweep's chunk, that the engine would realise with a share of memory left
+        free.
 
         Raises InfeasibleError as the engine does.
         """
@@ -68,6 +69,7 @@ class DevicePlanner(ClosedFormPlanner):
             weights=policy.weights or (resident, pinned, max(0.0, 1 - resident - pinned)),
             cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, plan.disk_kv_blocks / blocks),
             activations=policy.activations or _ON_DEVICE,
+            prefill_chunk=plan.chunk if policy.schedule == "sweep" else policy.prefill_chunk,
         )
 
     def predict(self, policy: OffloadPolicy) -> Prediction:

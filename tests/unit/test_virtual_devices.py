@@ -173,6 +173,17 @@ def test_tiles_do_not_wait_for_all_blocks_of_a_large_cache() -> None:
     assert found.busy["disk"] > 0.97
 
 
+def test_a_sweep_s_plan_keeps_the_chunk_that_the_engine_chooses_with_its_fractions() -> None:
+    """Fewer prompt tokens a pass would let half of the sequences run."""
+    planner = DevicePlanner(PlannedJob(shape("facebook/opt-175b"), [LENGTHS]), T4, OFFLOAD)
+    found = planner.runnable(OffloadPolicy(512, schedule="sweep"))
+    assert found is not None
+    assert found.prefill_chunk is not None
+    assert found.prefill_chunk * LENGTHS.generated / LENGTHS.prompt >= found.gpu_batch_size
+    estimate, prediction = planner.estimate(found), planner.predict(found)
+    assert 0.9 * estimate.throughput_tok_s < prediction.throughput_tok_s < estimate.throughput_tok_s
+
+
 def test_a_pipeline_of_one_device_is_that_device_and_several_hold_what_one_reads() -> None:
     one = own_planner()
     stages = [planner_for(one.job, SMALL_T4, OFFLOAD, n) for n in (2, 4)]

@@ -236,6 +236,7 @@ simulator: Callable[[], services.Simulator] = _module("engines.planning.simulate
 forecaster: Callable[[], services.Forecaster] = _module("engines.planning.forecast")
 nano_search: Callable[[], services.NanoSearch] = _module("engines.planning.nano_search")
 published_figures: Callable[[], services.PublishedFigures] = _module("engines.planning.published")
+ablations: Callable[[], services.Ablations] = _module("engines.planning.ablations")
 model_fits: Callable[[], services.ModelFits] = _module("engines.planning.fit")
 _tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
 

@@ -13,4 +13,4 @@ if __name__ == "__main__":
         values = fit.fit(profile, cells).values
         click.echo(f"{profile.name}: {len(values)} constants on {len(cells)} cells")
         for path, value in values.items():
-            click.echo(f"  {path}: {value:.3g}")
+            click.echo(f"  {path}: {value:.4g}")

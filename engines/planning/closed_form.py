@@ -40,21 +40,31 @@ class BatchWork:
     prefill: bool
 
 
-def prefill_work(batch: int, lengths: Lengths) -> BatchWork:
+def prefill_work(batch: float, lengths: Lengths) -> BatchWork:
     """The prompts of a batch."""
     return BatchWork(batch * lengths.prompt, lengths.prompt / 2, batch, True)
 
 
-def decode_work(batch: int, context: float) -> BatchWork:
+def decode_work(batch: float, context: float) -> BatchWork:
     """One token of each sequence of a batch."""
     return BatchWork(batch, context, batch, False)
 
 
-def mixed_work(batch: int, lengths: Lengths) -> list[BatchWork]:
+def mixed_work(batch: float, lengths: Lengths) -> list[BatchWork]:
     """A pass of `sweep` in its steady state: a token of each sequence, and prompts as fast as sequences end."""
     share = batch / lengths.generated
     prompts = BatchWork(batch * lengths.prompt / lengths.generated, lengths.prompt / 2, share, True)
     return [decode_work(batch, lengths.mean_cached), prompts]
+
+
+#: What a sublayer's seconds are for: weights or KV cache that come from host memory, or from disk; arithmetic, with the
+#: rows that go to the host's attention and back; new keys and values; activations before and after.
+FROM_HOST, FROM_DISK, COMPUTE, STORE, ACTIVATIONS = range(5)
+_TASKS = 5
+
+
+def _no_tasks() -> Seconds:
+    return np.zeros((_TASKS, len(RESOURCES)))
 
 
 class SublayerCosts:
@@ -66,10 +76,10 @@ class SublayerCosts:
     ) -> None:  # fmt: skip
         """`disk_read`: bytes/s at which weights and cache on disk arrive; None for the disk's own rate."""
         assert policy.weights and policy.cache and policy.activations
-        self._shape = shape
-        self._policy = policy
+        self.shape = shape
+        self.policy = policy
+        self.engine = engine
         self._machine = machine
-        self._engine = engine
         self._weights, self._cache, self._activations = policy.weights, policy.cache, policy.activations
         disk = machine.profile.disk
         self._disk_read = disk_read or disk.read
@@ -79,77 +89,96 @@ class SublayerCosts:
         self._host_attends = policy.cpu_attention and (policy.kv_bits == 16 or engine.packed_attention)
 
     def load(self, sublayer: Sublayer) -> Seconds:
-        """Loads the weights that are not where they are multiplied, and dequantizes them unless each batch does."""
-        _, host, disk = self._engine.placed_fractions(sublayer, self._weights)
-        size = weight_bytes(sublayer, self._policy)
-        off_device = (host + disk) * size
-        loaded = self._copied(off_device, 0, self._engine.pinned_weights) + busy(disk=disk * size / self._disk_read)
-        return loaded if self._engine.unpack_each_batch else loaded + self._unpack(sublayer)
+        """Loads the weights that are not where they are multiplied, and dequantizes them unless each batch does; by
+        task [tasks, resources]."""
+        _, host, disk = self.engine.placed_fractions(sublayer, self._weights)
+        size, pinned = weight_bytes(sublayer, self.policy), self.engine.pinned_weights
+        loaded = _no_tasks()
+        loaded[FROM_HOST] = self._copied(host * size, 0, pinned)
+        loaded[FROM_DISK] = self._copied(disk * size, 0, pinned) + busy(disk=disk * size / self._disk_read)
+        if not self.engine.unpack_each_batch:
+            loaded[COMPUTE] = self._unpack(sublayer)
+        return loaded
 
     def batch(self, sublayer: Sublayer, works: Sequence[BatchWork]) -> Seconds:
-        """One batch's arithmetic, cache and activations, in a pass of `works`, which share their products."""
+        """One batch's arithmetic, cache and activations, in a pass of `works`, which share their products; by task
+        [tasks, resources]."""
         rows = sum(work.logits_rows if sublayer.is_head else work.tokens for work in works) * sublayer.active_share
         products = self._machine.product_s(rows, sublayer.params, sublayer.params * VALUE_BYTES)
-        total = busy(device=products + self._engine.sublayer_overhead_s)
-        if self._engine.unpack_each_batch:
-            total += self._unpack(sublayer)
+        total = _no_tasks()
+        total[COMPUTE] = busy(device=products + self.engine.sublayer_overhead_s)
+        if self.engine.unpack_each_batch:
+            total[COMPUTE] += self._unpack(sublayer)
         for work in works:
             if not sublayer.is_head:
-                total += self._move_activations(work)
+                total += self.activations(work)
             if sublayer.attends:
-                total += self._attention(work)
+                total += self.attention(work)
         return total
 
     def pass_seconds(self, works: Sequence[BatchWork]) -> tuple[float, Seconds]:
         """How long a pass takes, in which each batch does `works`; and how long each resource is busy in it."""
-        parts, batches = sublayers(self._shape), self._policy.num_gpu_batches
-        costs = [(self.load(part), self.batch(part, works)) for part in parts]
-        intervals = sync_intervals(costs, parts, batches, self._engine)
+        parts, batches = sublayers(self.shape), self.policy.num_gpu_batches
+        costs = [(self.load(part).sum(axis=0), self.batch(part, works).sum(axis=0)) for part in parts]
+        intervals = sync_intervals(costs, parts, batches, self.engine)
         return sum(float(max(lanes)) * count for lanes, count in intervals), _busy_in_pass(costs, parts, batches)
 
     def _unpack(self, sublayer: Sublayer) -> Seconds:
-        bits = self._policy.weight_bits if sublayer.quantized else 16
-        return busy(device=self._unpack_s(sublayer.params, bits, self._engine.weight_unpack_traffic))
+        bits = self.policy.weight_bits if sublayer.quantized else 16
+        return busy(device=self.unpack_s(sublayer.params, bits, self.engine.weight_unpack_traffic))
 
-    def _move_activations(self, work: BatchWork) -> Seconds:
-        """Activations that enter and leave a sublayer."""
+    def activations(self, work: BatchWork) -> Seconds:
+        """Activations that enter and leave a sublayer; by task [tasks, resources]."""
         _, host, disk = self._activations
-        size = work.tokens * self._shape.hidden * VALUE_BYTES
+        size = work.tokens * self.shape.hidden * VALUE_BYTES
         off_device = (host + disk) * size
-        moved = busy(disk=disk * size / self._disk_read + disk * size / self._disk_write)
+        total = _no_tasks()
+        total[ACTIVATIONS] = busy(disk=disk * size / self._disk_read + disk * size / self._disk_write)
         copied = self._copied(off_device, off_device)
-        return moved + (busy(device=copied.sum()) if self._engine.activations_wait else copied)
+        if self.engine.activations_wait:
+            total[COMPUTE] = busy(device=copied.sum())
+        else:
+            total[ACTIVATIONS] += copied
+        return total
 
-    def _attention(self, work: BatchWork) -> Seconds:
-        """Stores new keys and values, and attends."""
-        shape, policy, machine, engine = self._shape, self._policy, self._machine, self._engine
+    def attention(self, work: BatchWork) -> Seconds:
+        """Stores new keys and values, and attends; by task [tasks, resources]."""
+        shape, policy, machine, engine = self.shape, self.policy, self._machine, self.engine
         _, host, disk = self._cache
         token_bytes = kv_bytes(shape, policy)
         off_device, new = host + disk, work.tokens * token_bytes
-        packing = self._unpack_s(work.tokens * self._kv_values, policy.kv_bits, engine.cache_unpack_traffic)
-        total = busy(device=packing, disk=disk * new / self._disk_write)
-        total += self._copied(0, off_device * new, engine.pinned_cache)
+        packing = self.unpack_s(work.tokens * self._kv_values, policy.kv_bits, engine.cache_unpack_traffic)
+        total = _no_tasks()
+        total[COMPUTE] = busy(device=packing)
+        total[STORE] = busy(disk=disk * new / self._disk_write)
+        total[STORE] += self._copied(0, off_device * new, engine.pinned_cache)
         if work.prefill:
             flops = 4 * work.tokens * work.context * shape.num_heads * shape.head_dim
-            return total + busy(device=machine.prefill_attention_s(flops, policy.kv_bits))
+            total[COMPUTE] += busy(device=machine.prefill_attention_s(flops, policy.kv_bits))
+            return total
         old = work.tokens * work.context * token_bytes
-        total += busy(disk=disk * old / self._disk_read)
+        total[FROM_DISK] = busy(disk=disk * old / self._disk_read)
         if machine.has_device and not self._host_attends:
-            return total + self._copied(off_device * old, 0, engine.pinned_cache) + self._device_attention(work, 1.0)
+            total[FROM_HOST] = self._copied(host * old, 0, engine.pinned_cache)
+            total[FROM_DISK] += self._copied(disk * old, 0, engine.pinned_cache)
+            total[COMPUTE] += self._device_attention(work, 1.0)
+            return total
         on_host = off_device if machine.has_device else 1.0
         seconds = on_host * old / attention_rate(machine.host, policy.kv_bits)
         if engine.head_calls:
             seconds = max(seconds, on_host * work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0))
         rows = work.tokens * shape.num_heads * shape.head_dim * VALUE_BYTES * on_host
-        return total + busy(host=seconds) + self._copied(rows, 3 * rows) + self._device_attention(work, 1 - on_host)
+        total[COMPUTE] += busy(host=seconds) + self._copied(rows, 3 * rows) + self._device_attention(work, 1 - on_host)
+        return total
 
     def _device_attention(self, work: BatchWork, share: float) -> Seconds:
         """The device attends to a share of the cache."""
         values = share * work.tokens * work.context * self._kv_values
-        read = values * VALUE_BYTES * self._engine.attention_traffic / self._machine.dense.bandwidth
-        return busy(device=read + self._unpack_s(values, self._policy.kv_bits, self._engine.cache_unpack_traffic))
+        read = values * VALUE_BYTES * self.engine.attention_traffic / self._machine.dense.bandwidth
+        return busy(device=read + self.unpack_s(values, self.policy.kv_bits, self.engine.cache_unpack_traffic))
 
-    def _unpack_s(self, values: float, bits: int, traffic: float | None) -> float:
+    def unpack_s(self, values: float, bits: int, traffic: float | None) -> float:
+        """Seconds in which the device dequantizes, or quantizes, values of so many bits."""
         if bits == 16:
             return 0.0
         processor = self._machine.dense
@@ -159,10 +188,10 @@ class SublayerCosts:
         """Copies so many bytes to the device, and from it."""
         if not self._machine.has_device:
             return busy()
-        link, share = self._machine.link, self._engine.link_share
+        link, share = self._machine.link, self.engine.link_share
         if pinned:
             return busy(h2d=up / (link.h2d * share), d2h=down / (link.d2h * share))
-        if self._engine.pins_copies:
+        if self.engine.pins_copies:
             return busy(host=up / link.h2d_pageable, h2d=up / link.h2d, d2h=down / link.d2h_pageable)
         return busy(h2d=up / link.h2d_pageable, d2h=down / link.d2h_pageable)
 
@@ -205,6 +234,6 @@ def _busy_in_pass(costs: Sequence[tuple[Seconds, Seconds]], parts: Sequence[Subl
     return total
 
 
-def mean_over(seconds: Callable[[float], float], low: float, high: float) -> float:
+def mean_over(seconds: Callable[[float], Seconds], low: float, high: float) -> Seconds:
     """The mean of `seconds(context)` over contexts from `low` to `high`, by Simpson's rule."""
     return (seconds(low) + 4 * seconds((low + high) / 2) + seconds(high)) / 6

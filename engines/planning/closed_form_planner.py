@@ -1,14 +1,16 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from engines.offload.memory.device import PINNED_SHARE
 from engines.planning.closed_form import (
     RESOURCES,
+    BatchWork,
     Seconds,
     SublayerCosts,
     decode_work,
@@ -43,6 +45,8 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 16
 #: Placements that are predicted, of those that the linear programme's costs rank first.
 _PREDICTED = 3
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
+#: How long a pass takes in which each batch does some works, and how long each resource is busy in it.
+PassModel = Callable[[SublayerCosts, Sequence[BatchWork]], tuple[float, Seconds]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Prediction:
     """The prediction for `requests` requests, of which `together` run at a time.
 
     In closed form these are one block of sequences, from its first token to its last, or a block's worth of a sweep's
-    steady state; in simulated time, all of the job.
+    steady state; in virtual time, all of the job.
 
     prefill_s, decode_s: add up to all of the time; a sweep has no phases and counts as decode.
     used: busy seconds of each resource.
@@ -96,8 +100,6 @@ class Phases:
 class ClosedFormPlanner:
     """Predictions for one job, machine and engine."""
 
-    #: Whether `predict` simulates the job; otherwise it is as fast as `estimate`.
-    simulates = False
     #: The batch sizes that a search tries.
     batch_sizes: Sequence[int] = BATCH_SIZES
 
@@ -111,56 +113,70 @@ class ClosedFormPlanner:
         self._on_threads: dict[int | None, Machine] = {}
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """For a policy with all fractions, whether it fits or not.
+        """For a policy with all fractions, whether it fits or not; planners that run passes in virtual time do so here.
 
         Raises HarnessError for a policy without a performance model.
         """
+        return self.estimate(policy)
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """As predict by the closed form, which is fast: it ranks policies."""
+        return self._predicted(policy, SublayerCosts.pass_seconds)
+
+    def _predicted(self, policy: OffloadPolicy, model: PassModel) -> Prediction:
+        """As predict, by a model of passes."""
         require_modelled(policy)
         engine, peak = self._working(policy)
-        phases = self._phases(self.shape, policy, engine, peak)
-        return self._prediction(policy, phases.prefill_s, phases.decode_s, phases.used, peak)
+        phases = self._phases(self.shape, policy, engine, peak, model)
+        return self._prediction(policy, phases, peak)
+
+    def peak(self, policy: OffloadPolicy) -> TierBytes:
+        """Bytes that a policy with all fractions needs of each tier."""
+        assert policy.cache and policy.activations
+        weights = self.engine.placed_weights(self.shape, policy)
+        return peak_memory(self._constraints(policy), weights, policy.cache, policy.activations)
 
     def _working(self, policy: OffloadPolicy) -> tuple[EngineCostModel, TierBytes]:
         """The engine as it works under a policy with all fractions, and the memory that it needs."""
-        engine = self._engine_for(policy)
-        assert policy.cache and policy.activations
-        weights = engine.placed_weights(self.shape, policy)
-        peak = peak_memory(self._constraints(policy), weights, policy.cache, policy.activations)
-        return replace(engine, pinned_weights=self._pinned(policy, weights, peak)), peak
+        engine, peak = self._engine_for(policy), self.peak(policy)
+        return replace(
+            engine, pinned_weights=self._pinned(policy, engine.placed_weights(self.shape, policy), peak)
+        ), peak
 
-    def _phases(self, shape: ModelShape, policy: OffloadPolicy, engine: EngineCostModel, peak: TierBytes) -> Phases:
-        """How long a block of sequences takes; `shape`: of the layers that it passes."""
-        cost = SublayerCosts(shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
+    def _phases(
+        self, shape: ModelShape, policy: OffloadPolicy, engine: EngineCostModel, peak: TierBytes, model: PassModel
+    ) -> Phases:
+        """How long a block of sequences takes by a model of passes; `shape`: of the layers that it passes."""
+        cost = partial(model, SublayerCosts(shape, policy, self._machine_for(policy), engine, self._disk_read(peak)))
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
         if policy.schedule == "sweep":
             seconds, used = cost(mixed_work(batch, self.lengths))
             return Phases(0.0, seconds * steps, used * steps)
         prefill, first = cost([prefill_work(batch, self.lengths)])
-        step = mean_over(lambda context: cost([decode_work(batch, context)])[0], prompt, prompt + steps - 1)
-        _, middle = cost([decode_work(batch, self.lengths.mean_cached)])
-        return Phases(prefill, step * (steps - 1), first + middle * (steps - 1))
 
-    def _prediction(
-        self, policy: OffloadPolicy, prefill_s: float, decode_s: float, used: Seconds, peak: TierBytes
-    ) -> Prediction:
-        by_resource = dict(zip(RESOURCES, used.tolist(), strict=True))
+        def step(context: float) -> Seconds:
+            seconds, used = cost([decode_work(batch, context)])
+            return np.array([seconds, *used])
+
+        decode = (steps - 1) * mean_over(step, prompt, prompt + steps - 1)
+        return Phases(prefill, float(decode[0]), first + decode[1:])
+
+    def _prediction(self, policy: OffloadPolicy, phases: Phases, peak: TierBytes) -> Prediction:
+        by_resource = dict(zip(RESOURCES, phases.used.tolist(), strict=True))
+        seconds = phases.prefill_s + phases.decode_s
         return Prediction(
             requests=policy.block_size,
             together=policy.block_size,
-            throughput_tok_s=policy.block_size * self.lengths.generated / (prefill_s + decode_s),
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            block_latency_s=prefill_s + decode_s,
+            throughput_tok_s=policy.block_size * self.lengths.generated / seconds,
+            prefill_s=phases.prefill_s,
+            decode_s=phases.decode_s,
+            block_latency_s=seconds,
             bottleneck=max(by_resource, key=lambda name: by_resource[name]),
             bound=bound(self.job, policy, self.machine, policy.block_size),
             peak=peak,
             used=by_resource,
         )
-
-    def estimate(self, policy: OffloadPolicy) -> Prediction:
-        """A fast prediction, which ranks policies: the same one, where nothing is simulated."""
-        return self.predict(policy)
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the best fractions where it sets none; with all of it on disk if none fit."""

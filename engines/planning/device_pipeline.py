@@ -1,5 +1,4 @@
-"""Plans for a pipeline of devices: each has some of the layers, and groups of sequences pass them in virtual time, in
-passes as long as the closed form says.
+"""Plans for a pipeline of devices: each has some of the layers, and groups of sequences pass them in virtual time.
 
 Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3.
 """
@@ -10,15 +9,16 @@ from itertools import pairwise
 
 from engines.offload.memory.stage_times import stage_shape
 from engines.offload.pipeline.cut import even_ends
-from engines.planning.closed_form import RESOURCES
+from engines.planning.closed_form import RESOURCES, SublayerCosts
 from engines.planning.closed_form_planner import ClosedFormPlanner, Phases, Prediction, require_modelled
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.engine_pass import simulated_pass
 from engines.planning.memory import MemoryConstraint
 from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
 from engines.planning.virtual_pipeline import Group, PipelineUse, Stage, VirtualLink, run_pipeline, stage_use
 from engines.planning.workload import VALUE_BYTES
-from harness.api import HardwareProfile, OffloadPolicy
+from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
 
 class DevicePipelinePlanner(ClosedFormPlanner):
@@ -31,15 +31,13 @@ class DevicePipelinePlanner(ClosedFormPlanner):
     Raises HarnessError for more stages than layers.
     """
 
-    simulates = True
-
     def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int) -> None:
         ends = even_ends(job.shape, stages)
         self.layers = [end - start for start, end in pairwise([0, *ends])]
         longest = stage_shape(job.shape, max(self.layers), is_last=True)
         super().__init__(replace(job, shape=longest), _stage_profile(profile, stages), engine)
         self.stages = stages
-        self._shapes = [stage_shape(job.shape, n, k == stages - 1) for k, n in enumerate(self.layers)]
+        self.shapes = [stage_shape(job.shape, n, k == stages - 1) for k, n in enumerate(self.layers)]
         self._between = profile.between
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
@@ -47,7 +45,7 @@ class DevicePipelinePlanner(ClosedFormPlanner):
         require_modelled(policy)
         engine, peak = self._working(policy)
         groups, own = self._groups(policy), self._of_group(policy)
-        phases = self._phases(self.shape, own, engine, peak)
+        phases = self._phases(self.shape, own, engine, peak, SublayerCosts.pass_seconds)
         steps = max(1, self.lengths.generated - 1)
         sent = self._sent(own, self.lengths.prompt), self._sent(own, 1)
         hops = [nbytes / self._between if self._between else 0.0 for nbytes in sent]
@@ -58,15 +56,14 @@ class DevicePipelinePlanner(ClosedFormPlanner):
         ]
         prefill = rounds[0][0] + (groups - 1) * rounds[0][1]
         decode = (self.lengths.generated - 1) * max(rounds[1][0], groups * rounds[1][1])
-        return self._prediction(policy, prefill, decode, groups * phases.used, peak)
+        return self._prediction(policy, Phases(prefill, decode, groups * phases.used), peak)
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """In virtual time, where decode passes of all lengths take their mean."""
         require_modelled(policy)
-        engine, peak = self._working(policy)
         groups, own = self._groups(policy), self._of_group(policy)
-        by_shape = {shape: self._phases(shape, own, engine, peak) for shape in dict.fromkeys(self._shapes)}
-        phases = [by_shape[shape] for shape in self._shapes]
+        by_shape = {shape: self.stage_phases(shape, own, policy) for shape in dict.fromkeys(self.shapes)}
+        phases = [by_shape[shape] for shape in self.shapes]
         steps = self.lengths.generated
         links = [VirtualLink(self._between) for _ in phases]
         blocks = [_Block(steps) for _ in range(groups)]
@@ -81,8 +78,14 @@ class DevicePipelinePlanner(ClosedFormPlanner):
         ]
         pipeline = PipelineUse(groups, self.layers, uses, max(link.busy_s for link in links))
         slowest, limit = pipeline.bottleneck
-        found = self._prediction(policy, prefilled, end - prefilled, groups * phases[slowest].used, peak)
+        total = Phases(prefilled, end - prefilled, groups * phases[slowest].used)
+        found = self._prediction(policy, total, self.peak(policy))
         return replace(found, bottleneck=limit, pipeline=pipeline)
+
+    def stage_phases(self, shape: ModelShape, own: OffloadPolicy, policy: OffloadPolicy) -> Phases:
+        """How long a stage of `shape` takes for one group's part of a policy, in virtual time."""
+        engine, peak = self._working(policy)
+        return self._phases(shape, own, engine, peak, simulated_pass)
 
     def _groups(self, policy: OffloadPolicy) -> int:
         """How many are under way. One where an engine's weights stream that would read them again for each."""
@@ -134,7 +137,7 @@ class _Block(Group[int]):
 
 
 class _DeviceStage(Stage[int]):
-    """Runs passes that are each as long as the closed form says."""
+    """Runs passes of a group, whose phases are known."""
 
     def __init__(self, phases: Phases, passes: int) -> None:
         self._prefill_s, self._decode_s = phases.prefill_s, phases.decode_s / max(1, passes - 1)

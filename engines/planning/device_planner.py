@@ -1,4 +1,4 @@
-"""Plans for our engine on one device: its own memory plan, by the machine's rates, costed by the closed form."""
+"""Plans for our engine on one device: its own memory plan, by the machine's rates, and its passes in virtual time."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,15 +8,18 @@ from functools import lru_cache
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import record_bytes
-from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
+from engines.offload.memory.layout import WeightTile, model_tiles
 from engines.offload.memory.pass_time import LinkRates, PassRates
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
-from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.closed_form import SublayerCosts
+from engines.planning.closed_form_planner import ClosedFormPlanner, Phases, Prediction, require_modelled
+from engines.planning.device_job import block_phases, sweep_phases
+from engines.planning.device_pass import DevicePass
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import attention_rate, unpack_rate
 from engines.planning.memory import TierBytes
-from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob, planned_matrices
 from engines.planning.workload import VALUE_BYTES, Fractions
 from harness.api import DTYPE_BYTES, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
@@ -28,7 +31,10 @@ _VALUES = 1 << 24
 
 
 class DevicePlanner(ClosedFormPlanner):
-    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand."""
+    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand.
+
+    Estimates by the closed form, predicts in virtual time.
+    """
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
         super().__init__(job, profile, engine)
@@ -48,7 +54,8 @@ class DevicePlanner(ClosedFormPlanner):
         return None
 
     def with_fractions(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise, with a share of memory left free.
+        """The policy with the fractions, and a sweep's chunk, that the engine would realise with a share of memory left
+        free.
 
         Raises InfeasibleError as the engine does.
         """
@@ -62,20 +69,48 @@ class DevicePlanner(ClosedFormPlanner):
             weights=policy.weights or (resident, pinned, max(0.0, 1 - resident - pinned)),
             cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, plan.disk_kv_blocks / blocks),
             activations=policy.activations or _ON_DEVICE,
+            prefill_chunk=plan.chunk if policy.schedule == "sweep" else policy.prefill_chunk,
         )
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
-        plan = self._plan(policy)
-        if policy.schedule == "sweep":
-            policy = replace(policy, gpu_batch_size=plan.sequences)
-        prediction = super().predict(policy)
-        tiles = self._tiles(policy)
+        """For a policy with all fractions, by passes in virtual time. Raises InfeasibleError as the engine does."""
+        require_modelled(policy)
+        running = self._running(policy)
+        return self._prediction(running, self.phases(running, policy), self.peak(policy))
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """By the closed form. Raises InfeasibleError as the engine does."""
+        require_modelled(policy)
+        running, peak = self._running(policy), self.peak(policy)
+        engine = self._engine_for(running)
+        return self._prediction(
+            running, self._phases(self.shape, running, engine, peak, SublayerCosts.pass_seconds), peak
+        )
+
+    def phases(self, running: OffloadPolicy, policy: OffloadPolicy) -> Phases:
+        """How long the sequences of `running` take in virtual time, which are all or some of a policy's."""
+        plan, passes = self._plan(policy), self.passes(running, policy)
+        if running.schedule == "sweep":
+            return sweep_phases(passes, plan.sequences, running.nano_count, self.lengths, plan.chunk)
+        return block_phases(passes, running, self.lengths, plan.chunk)
+
+    def passes(self, running: OffloadPolicy, policy: OffloadPolicy) -> DevicePass:
+        """As phases: the passes, of which none has run."""
+        machine = self._machine_for(running)
+        costs = SublayerCosts(self.shape, running, machine, self._engine_for(running))
+        return DevicePass(self._tiles(policy), self._plan(policy), self.job.usage, costs, machine)
+
+    def peak(self, policy: OffloadPolicy) -> TierBytes:
+        """Bytes of each tier by the engine's memory plan. Raises InfeasibleError as the engine does."""
+        plan, tiles = self._plan(policy), self._tiles(policy)
         on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
         cache = storages(self.job.dtype, policy)[2]
         on_disk += plan.disk_kv_blocks * self.shape.num_layers * record_bytes(self.shape, cache)
-        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
-        return replace(prediction, peak=peak)
+        return TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
+
+    def _running(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """The policy with as many of a sweep's sequences as the memory plan lets run."""
+        return replace(policy, gpu_batch_size=self._plan(policy).sequences) if policy.schedule == "sweep" else policy
 
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
@@ -113,4 +148,4 @@ class DevicePlanner(ClosedFormPlanner):
 
 @lru_cache(maxsize=64)
 def _tiles(shape: ModelShape, layers: Storage, outside: Storage) -> Sequence[WeightTile]:
-    return model_tiles(matrices_of(shape), layers, outside, tile_values(shape))
+    return model_tiles(planned_matrices(shape), layers, outside, tile_values(shape))

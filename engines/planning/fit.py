@@ -46,9 +46,9 @@ class Fitted:
     cost_models: Mapping[str, EngineCostModel]
     values: Mapping[str, float]
 
-    def outcomes(self, cells: Sequence[Cell]) -> list[Outcome]:
+    def outcomes(self, cells: Sequence[Cell], simulate: bool = True) -> list[Outcome]:
         """The predictions of cells."""
-        return published.evaluate(cells, {self.profile.name: self.profile}, self.cost_models)
+        return published.evaluate(cells, {self.profile.name: self.profile}, self.cost_models, simulate)
 
 
 @cache
@@ -63,14 +63,15 @@ def fitted_cells(hardware: str) -> list[Cell]:
     return [cell for cell in published.cells() if cell.hardware == hardware and cell.fitted and not cell.repeated]
 
 
-def fit(profile: HardwareProfile, cells: Sequence[Cell]) -> Fitted:
-    """Fits the profile's constants to some cells, by least squares in logarithms with a soft L1 loss."""
+def fit(profile: HardwareProfile, cells: Sequence[Cell], simulate: bool = True) -> Fitted:
+    """Fits the profile's constants to some cells, by least squares in logarithms with a soft L1 loss; in virtual time,
+    which predicts with them, or else by the closed form."""
     constants = fitted_constants(profile.name)
     start = np.log([constant.start for constant in constants])
     spread = np.array([constant.spread for constant in constants])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        outcomes = _with_values(profile, constants, np.exp(x)).outcomes(cells)
+        outcomes = _with_values(profile, constants, np.exp(x)).outcomes(cells, simulate)
         errors = [outcome.error or 0.0 for outcome in outcomes]
         return np.concatenate([np.log1p(errors) / _FIGURE_SPREAD, (x - start) / spread])
 

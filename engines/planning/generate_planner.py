@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.common.work_memory import CONTEXT_BYTES
-from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.memory import ALLOCATED_SHARE, TIERS, MemoryConstraint
+from engines.planning.simulated_planner import SimulatedPlanner
 from engines.planning.workload import VALUE_BYTES, Fractions, kv_bytes, model_weight_bytes, sublayers, weight_bytes
 from harness.api import OffloadPolicy
 
@@ -19,7 +19,7 @@ _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 _SCORE_BYTES = 2.0 + 4.0 + 4.0
 
 
-class GeneratePlanner(ClosedFormPlanner):
+class GeneratePlanner(SimulatedPlanner):
     """Plans with the placements that the engine has: weights go to the first of its tiers that holds them."""
 
     batch_sizes = _BATCH_SIZES
@@ -29,13 +29,13 @@ class GeneratePlanner(ClosedFormPlanner):
         known; on the last tier if none has.
         """
         placed = [self._placed(policy, tier) for tier in self.engine.weight_tiers]
-        single = (p for p in placed if not self.missing(self.predict(replace(p, gpu_batch_size=1))))
+        single = (p for p in placed if not self.missing(self.estimate(replace(p, gpu_batch_size=1))))
         return next(single, placed[-1])
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """As with_fractions; None if the batch does not fit."""
         placed = self.with_fractions(policy)
-        return None if self.missing(self.predict(placed)) else placed
+        return None if self.missing(self.estimate(placed)) else placed
 
     def _placed(self, policy: OffloadPolicy, tier: str) -> OffloadPolicy:
         device, host, disk = (float(tier == name) for name in TIERS)

@@ -71,7 +71,7 @@ class HostPipelinePlanner(HostPlanner):
         )
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
+        """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
         one, placed = _of_rank(policy), self._placed_stages(policy)
         groups = self._groups(policy, placed)
         profile = self._profile_for(one)

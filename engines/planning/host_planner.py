@@ -1,4 +1,4 @@
-"""Plans for machines without a device: the engine's own memory plan, and its schedule in simulated time."""
+"""Plans for machines without a device: the engine's own memory plan, and its schedule in virtual time."""
 
 import itertools
 import math
@@ -34,9 +34,7 @@ _MAX_SEQUENCES = 1024
 
 
 class HostPlanner(ClosedFormPlanner):
-    """Plans our engine on a machine without a device: estimates by the closed form, predicts in simulated time."""
-
-    simulates = True
+    """Plans our engine on a machine without a device: estimates by the closed form, predicts in virtual time."""
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile) -> None:
         super().__init__(job, profile, engine_cost_model("offload"))
@@ -80,7 +78,7 @@ class HostPlanner(ClosedFormPlanner):
         return replace(prediction, used=used, bottleneck=max(used, key=lambda name: used[name]))
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
+        """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
         placed = self.placed(policy)
         simulator = Simulator(placed, policy, Machine(self._profile_for(policy)))
         times = JobTimes.of(self.job, policy, placed.plan.sequences)

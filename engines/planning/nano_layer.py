@@ -26,6 +26,8 @@ _LAYER: Mapping[str, tuple[str, tuple[str, ...], int]] = {
 }
 #: Streaming multiprocessors of an A100, and those that give network kernels 92 % of their peak. Source: NanoFlow.
 _MULTIPROCESSORS, _NETWORK, _NETWORK_PERFORMANCE = 108, 35, 0.92
+#: Rows of a pass of its table 2.
+NANOFLOW_ROWS = 2048
 #: Nano-batches without overlap lengthen a pass by so much. Source: NanoFlow's ablation (figure 13).
 PUBLISHED_CUT = 1.132
 
@@ -89,8 +91,12 @@ def published_layer(cut: float = 1.0) -> list[LayerOperation]:
 def published_interference(memory: Mapping[float, float] | None = None) -> Interference:
     """What our record of NanoFlow has of interference: the network's kernels by multiprocessors. `memory`: points of
     decode attention, of which it has none; without them attention gains nothing beside products."""
-    network = {_NETWORK / _MULTIPROCESSORS: _NETWORK_PERFORMANCE}
-    return Interference({"network": tuple(network.items()), "memory": tuple((memory or {}).items())})
+    return Interference({"network": network_points(), "memory": tuple((memory or {}).items())})
+
+
+def network_points() -> tuple[tuple[float, float], ...]:
+    """The performance of the network's kernels by units, as published."""
+    return ((_NETWORK / _MULTIPROCESSORS, _NETWORK_PERFORMANCE),)
 
 
 def measured_layer(shape: ModelShape, times: LayerTimes) -> list[LayerOperation]:

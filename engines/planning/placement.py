@@ -91,7 +91,10 @@ def linear_programme(
     programme = Programme()
     for works, times in passes:
         costs = [
-            (_affine(c.load(part) for c in at_corners), _affine(c.batch(part, works) for c in at_corners))
+            (
+                _affine(c.load(part).sum(axis=0) for c in at_corners),
+                _affine(c.batch(part, works).sum(axis=0) for c in at_corners),
+            )
             for part in parts
         ]
         for lanes, count in sync_intervals(costs, parts, policy.num_gpu_batches, engine):

@@ -79,7 +79,8 @@ def plan(
         chosen = replace(result.best, policy=planner.with_fractions(result.best.policy))
         # our engine places by what it measures, as in a search of a cell
         ours, cache = engine == "offload", chosen.policy.cache if chosen.policy.cpu_attention else None
-        to_run = replace(chosen.policy, weights=None, activations=None, cache=cache) if ours else chosen.policy
+        left = replace(chosen.policy, weights=None, activations=None, cache=cache, prefill_chunk=None)
+        to_run = left if ours else chosen.policy
         rejected = [_rejected(*item) for item in result.rejected[:_LISTED]]
     return {
         "model": model.id,

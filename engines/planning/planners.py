@@ -7,7 +7,9 @@ from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.generate_planner import GeneratePlanner
 from engines.planning.host_pipeline import HostPipelinePlanner
 from engines.planning.host_planner import HostPlanner
+from engines.planning.offload_device_pipeline import OffloadDevicePipelinePlanner
 from engines.planning.planned_job import PlannedJob
+from engines.planning.simulated_planner import SimulatedPlanner
 from harness.api import HardwareProfile, HarnessError
 
 
@@ -26,7 +28,8 @@ def planner_for(
             )
         return HostPlanner(job, profile) if stages == 1 else HostPipelinePlanner(job, profile, stages, at_once)
     if stages > 1:
-        return DevicePipelinePlanner(job, profile, engine, stages)
+        pipeline = OffloadDevicePipelinePlanner if engine.name == "offload" else DevicePipelinePlanner
+        return pipeline(job, profile, engine, stages)
     if engine.weight_tiers:
         return GeneratePlanner(job, profile, engine)
-    return (DevicePlanner if engine.name == "offload" else ClosedFormPlanner)(job, profile, engine)
+    return (DevicePlanner if engine.name == "offload" else SimulatedPlanner)(job, profile, engine)

@@ -8,7 +8,7 @@ import yaml
 from harness.api import HardwareProfile, OffloadPolicy
 
 FILE = Path(__file__).with_name("errors.yaml")
-#: Whose published figures stand in for our engine on a device, where it has not been measured: the same closed form.
+#: Whose published figures stand in for our engine on a device, where it has not been measured: the same rates.
 _STAND_IN = "flexgen_ref"
 
 

@@ -16,7 +16,8 @@ from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: The coarse grid takes every third of either; the search climbs from its best point.
 _STRIDE = 3
-#: Kinds within this share of the best estimate are predicted, but no more than _KINDS.
+#: Kinds within this share of the best estimate are predicted, and those with a higher estimate than what was predicted
+#: before, but no more than _KINDS.
 _CLOSE = 0.15
 _KINDS = 3
 #: Throughputs closer than this count as equal.
@@ -89,7 +90,7 @@ def no_report(done: int, total: int) -> None:
 def search(planner: ClosedFormPlanner, space: SearchSpace, report: Report = no_report) -> SearchResult:
     """The policy of the highest throughput under all constraints.
 
-    Estimates rank the kinds; predictions decide among the few whose best are close to the best of all.
+    Estimates rank the kinds; predictions decide among the few that may be the best.
     """
     tried: dict[str, Sequence[Candidate]] = {}
     kinds = list(space.kinds())
@@ -99,19 +100,22 @@ def search(planner: ClosedFormPlanner, space: SearchSpace, report: Report = no_r
     best_by_kind = {name: _soonest(candidates) for name, candidates in tried.items()}
     estimates = {name: c.prediction.throughput_tok_s for name, c in best_by_kind.items() if c is not None}
     most = max(estimates.values(), default=0.0)
-    fastest = sorted(estimates, key=lambda name: -estimates[name])[:_KINDS]
-    close = [name for name in fastest if estimates[name] >= (1 - _CLOSE) * most]
-    for i, name in enumerate(close):
+    close: list[str] = []
+    reached = 0.0
+    for i, name in enumerate(sorted(estimates, key=lambda name: -estimates[name])[:_KINDS]):
+        if estimates[name] < min(reached, (1 - _CLOSE) * most):
+            break
         report(len(kinds) + i, len(kinds) + _KINDS)
-        best_by_kind[name] = _predicted(planner, tried[name], space)
+        close.append(name)
+        if predicted := _predicted(planner, tried[name], space):
+            reached = max(reached, predicted.prediction.throughput_tok_s)
+        best_by_kind[name] = predicted
     # if all that was close misses the latency after all, take the best of the others by estimate
     best = _soonest(c for name in close if (c := best_by_kind[name])) or _soonest(c for c in best_by_kind.values() if c)
-    if planner.simulates and best is not None:
+    if best is not None:
         best_by_kind = _comparable(best_by_kind, best, close, estimates)
     rejected = [
-        (name, c, _reason(c, best, name in close or not planner.simulates))
-        for name, c in best_by_kind.items()
-        if c is None or c is not best
+        (name, c, _reason(c, best, name in close)) for name, c in best_by_kind.items() if c is None or c is not best
     ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return SearchResult(best, rejected)

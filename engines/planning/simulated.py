@@ -77,7 +77,8 @@ def search_policy(
     if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
         chosen = best.cpu_attention or (best.schedule != "sweep" and best.cache is not None and best.cache[2] > 0)
         cache = best.cache if chosen else spec.policy.cache
-        best = replace(best, weights=spec.policy.weights, activations=None, cache=cache)
+        chunk = spec.policy.prefill_chunk
+        best = replace(best, weights=spec.policy.weights, activations=None, cache=cache, prefill_chunk=chunk)
     return replace(spec, policy=best, tune="none")
 
 

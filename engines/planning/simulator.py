@@ -1,4 +1,4 @@
-"""Runs the engine's passes in simulated time, with seconds from a model of the machine.
+"""Runs the engine's passes in virtual time, with seconds from a model of the machine.
 
 The engine's own code decides: memory/ plans what goes where, scheduler.py forms passes (virtual_job.py), pass_ops.py
 orders operations.
@@ -13,19 +13,17 @@ from functools import cache, partial
 
 from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
-from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
+from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage
-from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduled_chunk import ScheduledChunk
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
 from engines.planning.machine import Machine, attention_rate
+from engines.planning.pass_walk import PassWalk
 from engines.planning.virtual_disk import VirtualBlocks, VirtualDisk
 from harness.api import DTYPE_BYTES, ModelShape, OffloadPolicy
 
-#: Matrices of a layer before its attention: queries, keys and values.
-_MATRICES_BEFORE_ATTENTION = 3
 #: A pass as a scheduler forms it: the chunks of each of its batches.
 Work = Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]
 
@@ -73,39 +71,31 @@ class _SimulatedPass:
     end_state: tuple[float, ...]
 
 
-class Simulator:
+class Simulator(PassWalk):
     """One model, or one stage's layers of it, on one machine under one policy: runs passes in virtual time."""
 
     def __init__(self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine) -> None:
+        super().__init__(placed.tiles, placed.streamed, placed.shape.num_layers, placed.plan.slots, policy)
         self.placed = placed
         self.policy = policy
         self.machine = machine
-        self._streamed = placed.streamed
-        spans = matrix_spans(placed.tiles)
-        layers = placed.shape.num_layers
-        files = [placed.tiles[span.start].file for span in spans]  # one for each layer
-        per_layer = sum(not file.startswith(OUTSIDE) for file in files) // layers  # the head is a matrix too
-        attends = [layer * per_layer + _MATRICES_BEFORE_ATTENTION for layer in range(layers)]
-        #: By the last tile before it, the layer whose attention follows.
-        self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(attends)}
-        #: The last tile of each layer but the last.
-        self._ends = {spans[layer * per_layer - 1].stop - 1 for layer in range(1, layers)}
-        slots = min(placed.plan.slots, sum(self._streamed))
-        overlapped = policy.nano_count > 1 and policy.nano_overlap
-        overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
-        #: The operations of a pass by its number of batches.
-        self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps))
         #: The share of a pass's rows that each expert's matrix multiplies.
         self._shares = placed.usage.row_shares()
         #: By rows of a pass, the probability that it needs each tile.
         self._likelihood_of = cache(partial(placed.usage.read_probabilities, placed.tiles))
+        # of the pass that is simulated
         self._likelihood: Sequence[float] = ()
+        self._slowdown = 1.0
+        self._rows: Sequence[int] = ()
+        self._attention: Sequence[float] = ()
         self._product_seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # by tile shape, bytes and rows
         self.timeline = Timeline()
         self._now = 0.0  # when the cores are free
         self._disk = VirtualDisk(machine.profile.disk.read, machine.profile.disk.write, self.timeline)
         record = record_bytes(placed.shape, placed.cache)
-        self._blocks = VirtualBlocks(self._disk, layers, record, policy.overlap) if placed.plan.disk_kv_blocks else None
+        self._blocks: VirtualBlocks | None = None
+        if placed.plan.disk_kv_blocks:
+            self._blocks = VirtualBlocks(self._disk, placed.shape.num_layers, record, policy.overlap)
         self._counted_blocks: dict[SimulatedSequence, tuple[int, int]] = {}  # filled ones, and those of them on disk
         self._offloaded_share = policy.activations[2] if policy.activations else 0.0
         self._free_slots: deque[float] = deque()  # when slots of the ring became free, in the order of their reuse
@@ -159,45 +149,36 @@ class Simulator:
 
         By batch: its rows, those of them that need logits, and the seconds of its attention in one layer.
         """
-        batches = len(rows)
         self._likelihood = self._likelihood_of(sum(rows))
-        slowdown, self._disk.read_slowdown = self._contention(rows, logits_rows)
-        arrivals: dict[int, float] = {}
-        ops = self._pass_ops(batches)
-        attended = {op.tile for op in ops if op.kind == "attend"}
-        for op in ops:
-            tile = self.placed.tiles[op.tile]
-            if op.kind == "load":
-                arrivals[op.tile] = self._load(tile)
-            elif op.kind == "multiply":
-                counts = logits_rows if tile.file.startswith(OUTSIDE) else rows
-                count = sum(counts) if op.batch < 0 else counts[op.batch]
-                self._wait(arrivals.get(op.tile, 0.0))
-                tiles = self.placed.tiles[op.tile : op.tile + op.count]
-                self._compute(tile.matrix, slowdown * sum(self._product(tile, count) for tile in tiles))
-                if op.tile in arrivals and op.batch in (-1, batches - 1):
-                    self._free_slots.append(self._now)
-            elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
-                # all work between the products of a layer is counted here, once
-                self._compute(BETWEEN, self.machine.elementwise_s(rows[op.batch], self.placed.shape.hidden))
-                self._attend(self._attends[op.tile], attention[op.batch])
-            elif op.tile in self._ends:
-                self._offload_activations(rows[op.batch])
+        self._slowdown, self._disk.read_slowdown = self._contention(rows, logits_rows)
+        self._rows, self._attention = rows, attention
+        self._walk(rows, logits_rows)
         return self.timeline.end_pass(sum(rows))
 
-    def _attend(self, layer: int, seconds: float) -> None:
+    def _multiply(self, tiles: Sequence[WeightTile], rows: int, arrival: float | None, is_last: bool) -> None:
+        self._wait(arrival or 0.0)
+        self._compute(tiles[0].matrix, self._slowdown * sum(self._product(tile, rows) for tile in tiles))
+        if arrival is not None and is_last:
+            self._free_slots.append(self._now)
+
+    def _attend(self, layer: int, batch: int, beside: bool) -> None:
+        """All work between the products of a layer is counted here, once. The cores do one thing after the other."""
+        self._compute(BETWEEN, self.machine.elementwise_s(self._rows[batch], self.placed.shape.hidden))
         if self._blocks:
             self._wait(self._blocks.staged(layer, self._now))
         start = self._now
-        self._compute(BETWEEN, seconds)
+        self._compute(BETWEEN, self._attention[batch])
         self.timeline.add("attention", "attention", start, self._now)
         if self._blocks:
             self._wait(self._blocks.leave(layer, self._now))
 
-    def _offload_activations(self, rows: int) -> None:
+    def _await_attention(self, batch: int) -> None:
+        """It has been computed when it was issued."""
+
+    def _leave_layer(self, batch: int) -> None:
         """Writes a batch's activations to disk between two layers and reads them back; nothing computes meanwhile."""
         width = self.placed.shape.hidden * DTYPE_BYTES[self.machine.host.dtype]
-        nbytes = aligned(round(self._offloaded_share * rows) * width)
+        nbytes = aligned(round(self._offloaded_share * self._rows[batch]) * width)
         written = self._disk.write("activations", "write", nbytes, self._now)
         self._now = self._disk.read("activations", "read", nbytes, written)
 

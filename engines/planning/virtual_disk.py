@@ -1,4 +1,4 @@
-"""The disk in simulated time: weights, KV blocks and activations take turns on it."""
+"""The disk in virtual time: weights, KV blocks and activations take turns on it."""
 
 from collections import deque
 

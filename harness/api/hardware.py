@@ -76,7 +76,10 @@ class Processor:
 
 @dataclass(frozen=True)
 class Link:
-    """The link between host and device, bytes/s: from pinned memory, and from pageable memory by a pinned buffer."""
+    """The link between host and device, bytes/s: from pinned memory, and from pageable memory by a pinned buffer.
+
+    `copy_s`: seconds until a copy's first byte; free of cost if missing.
+    """
 
     __pydantic_config__ = FORBID
 
@@ -84,6 +87,7 @@ class Link:
     d2h: float
     h2d_pageable: float
     d2h_pageable: float
+    copy_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,13 @@ class PublishedFigures(Protocol):
         """A row for each figure, with its prediction."""
 
 
+class Ablations(Protocol):
+    """Published ablations beside simulated ones."""
+
+    def rows(self, profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
+        """A row for each: throughput over that of the run which a paper compares it with."""
+
+
 class ModelFits(Protocol):
     """Fits of the performance model's constants to figures of papers."""
 

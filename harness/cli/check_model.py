@@ -27,7 +27,9 @@ def check_model(as_json: bool) -> None:
     if as_json:
         say_json(cells)
         return
-    print_rows([{**cell, "error": _signed(cell["error"])} for cell in cells])
+    print_rows([{**cell, **{name: _signed(cell[name]) for name in ("error", "closed form")}} for cell in cells])
+    say("\nAblations: throughput over that of the run with which the paper compares it:")
+    print_rows([{**row, "error": _signed(row["error"])} for row in registry.ablations().rows(profiles)])
     say("\nErrors on whole tables that no constant was fitted on (leave one table out):")
     held_out = registry.model_fits().held_out(profiles)
     print_rows([{key: f"{v:.1%}" if isinstance(v, float) else v for key, v in row.items()} for row in held_out])

@@ -22,7 +22,7 @@ _UNITS = {
     "B/s": ("bandwidth", "attention", "attention_by_threads", "read", "write", "h2d", "d2h", "h2d_pageable",
             "d2h_pageable"),
     "values/s": ("cached", "dequantize", "elementwise"),
-    "s": ("attention_call_s", "layer_call_s", "sequence_call_s"),
+    "s": ("attention_call_s", "layer_call_s", "sequence_call_s", "copy_s"),
 }  # fmt: skip
 #: The product that is also measured beside launches: its rows, and its columns (hidden sizes of models).
 _ROWS, _COLUMNS = 256, (512, 1024, 2048, 4096)

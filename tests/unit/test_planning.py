@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,41 +19,8 @@ from engines.planning.memory import memory_constraints, peak_memory
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths, by_whole_tensors, pinned_bytes, sublayers
-from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
-from tests.planning import JOB, OFFLOAD, OPT_30B, OPT_175B, PROFILES, best, planner
-
-machines = st.sampled_from(["t4_gcp", "a100_40g"])
-
-fractions = st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.8, 0.0), (0.0, 1.0, 0.0), (0.0, 0.5, 0.5), (0.0, 0.0, 1.0)])
-
-
-@st.composite
-def policies(draw: st.DrawFn) -> OffloadPolicy:
-    schedule: Schedule = draw(st.sampled_from(["row", "zigzag", "sweep"]))
-    bits = st.sampled_from([16, 8, 4])
-    return OffloadPolicy(
-        gpu_batch_size=draw(st.sampled_from([1, 8, 48])),
-        num_gpu_batches=draw(st.sampled_from([2, 8])) if schedule == "zigzag" else 1,
-        schedule=schedule,
-        weights=draw(fractions),
-        cache=draw(fractions),
-        activations=draw(fractions),
-        weight_bits=draw(bits),
-        kv_bits=draw(bits),
-        cpu_attention=draw(st.booleans()),
-        overlap=draw(st.booleans()),
-    )
-
-
-def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
-    """The machine with one thing twice as fast."""
-    assert profile.device is not None
-    assert profile.link is not None
-    for part, rate in (("disk", "read"), ("disk", "write"), ("link", "h2d"), ("link", "d2h"), ("device", "bandwidth")):
-        slower = getattr(profile, part)
-        yield replace(profile, **{part: replace(slower, **{rate: 2 * getattr(slower, rate)})})
-    flops = {rows: 2 * rate for rows, rate in profile.device.flops.items()}
-    yield replace(profile, device=replace(profile.device, flops=flops))
+from harness.api import Bits, OffloadPolicy, Schedule
+from tests.planning import JOB, OFFLOAD, OPT_30B, OPT_175B, PROFILES, best, faster, machines, planner, policies
 
 
 @given(machines, policies())
@@ -226,11 +192,6 @@ def test_a_latency_is_kept() -> None:
 
 class LatePlanner(ClosedFormPlanner):
     """Predicts that every block ends later than estimated."""
-
-    simulates = True
-
-    def estimate(self, policy: OffloadPolicy) -> Prediction:
-        return super().predict(policy)
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         return replace(super().predict(policy), block_latency_s=1e9)

@@ -221,6 +221,6 @@ def test_what_the_engine_places_by_itself_on_flexgen_s_machine(model, bits, opti
                         engine_cost_model("offload"), 1)  # fmt: skip
     policy = plans.runnable(api.OffloadPolicy(512, schedule="sweep", weight_bits=bits, kv_bits=bits, **options))
     assert policy is not None
-    found = plans.predict(policy)
+    found = plans.estimate(policy)
     assert found.throughput_tok_s >= least, (found.throughput_tok_s, policy)
     assert found.bottleneck in limit.split(), "of OPT-30B both are busy nearly all the time"

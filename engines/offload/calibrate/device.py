@@ -17,9 +17,9 @@ from engines.offload.weights import gemm
 from harness.api import Dtype, Link, Processor
 
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-#: Rows and columns of the weights that are multiplied, and bytes of a copy.
+#: Rows and columns of the weights that are multiplied, and bytes of a copy, and of one that only starts.
 _HEIGHT, _WIDTH = 8192, 4096
-_COPIED = 1 << 28
+_COPIED, _STARTED = 1 << 28, 1 << 12
 #: Decode attention: sequences, heads, cached tokens, columns of a head, and calls between two clock stamps.
 _SEQUENCES, _HEADS, _CONTEXT, _DIM, _CALLS = 64, 32, 512, 128, 8
 
@@ -115,7 +115,8 @@ def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: Devi
 
 
 def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
-    """Bytes/s each way, from pinned memory and from pageable memory, whose copies are synchronous."""
+    """Bytes/s each way, from pinned memory and from pageable memory, whose copies are synchronous; and seconds until a
+    copy's first byte."""
     pinned, plain = device.pinned(_COPIED), torch.zeros(_COPIED, dtype=torch.uint8)
     there = torch.zeros(_COPIED, dtype=torch.uint8, device=device.where)
     ways: dict[str, Callable[[], object]] = {
@@ -124,4 +125,6 @@ def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
         "h2d_pageable": lambda: there.copy_(plain),
         "d2h_pageable": lambda: plain.copy_(there),
     }
-    return {f"link.{name}": [_COPIED / s for s in seconds_of(work, rounds)] for name, work in ways.items()}
+    rates = {f"link.{name}": [_COPIED / s for s in seconds_of(work, rounds)] for name, work in ways.items()}
+    started = seconds_of(lambda: device.copy([(there[:_STARTED], pinned[:_STARTED])]).synchronize(), rounds)
+    return rates | {"link.copy_s": list(started)}

@@ -32,10 +32,11 @@ from engines.offload.pipeline.cut import group_count
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.links import Links, LostRankError, What
 from engines.offload.pipeline.messages import PassMessage
-from engines.offload.pipeline.processes import leading, started_by_torchrun
+from engines.offload.pipeline.processes import leading
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, equal_stages, parts_of_all, timed_stages
+from engines.offload.pipeline.started import require_ranks, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
 from engines.offload.scheduler import Scheduler
@@ -238,10 +239,11 @@ def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units:
     """Loads a model on as many ranks as the policy has; `resources` end them. Raises as OffloadEngine.load does, naming
     the rank."""
     policy, threads = request.policy, torch.get_num_threads()
-    if request.limits.link is not None and (started_by_torchrun() or not is_linked()):
+    require_ranks(policy.ranks)
+    if request.limits.link is not None and (world() is not None or not is_linked()):
         raise UnsupportedError("limits.link_rate and link_delay: only `harness run` makes links; leave them out")
     equal = _equal(request)  # raises for what cannot be divided, before any process is started
-    if not (started_by_torchrun() or policy.threads or request.limits.threads):
+    if not (world() is not None or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.ranks)  # ranks that share this host share its cores
         torch.set_num_threads(threads)
     ranks = resources.enter_context(leading(policy.ranks, threads))

@@ -24,7 +24,7 @@ from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.processes import follow
 from engines.offload.pipeline.ranks import Loaded
 from engines.offload.pipeline.rates import Machine, ToldRates, measured
-from engines.offload.pipeline.srun import rank_variables
+from engines.offload.pipeline.started import rank_variables
 from engines.offload.pipeline.wire import wire_of
 from harness.api import HarnessError
 

@@ -1,17 +1,18 @@
 """Several ranks of one host against one rank: throughput with and without the prefill, and what each rank did.
 
 Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3: generation throughput counts everything, decoding
-throughput leaves the prefill out.
+throughput leaves the prefill out. Here that is what comes after every request has had its first token: groups of
+sequences that are under way at the same time decode beside the prefill of others before.
 """
 
 from collections.abc import Sequence
 
+from harness.api import RunRecord
 from reports.records import Runs
 from reports.summary import CellSummary, metric, summary_rows
 from reports.tables import Body, Cell, Column, Table, name_cell
 from reports.text import MB, MISSING, TIMES_SIGN, columns_of, finite, grouped, median, number, quotient
 
-_DECODE, _GENERATION = "decode_throughput_tok_s", "generation_throughput_tok_s"
 _WHY = "not recorded, or not predicted"
 #: The most ranks of a cell that are shown.
 _MOST_RANKS = 64
@@ -28,6 +29,11 @@ def ranks_tables(runs: Runs) -> tuple[Table, ...]:
             of_ranks.sort(key=lambda row: row.spec.policy.ranks)
             tables += [_against_one(of_ranks, rows), _by_rank(of_ranks)]
     return tuple(tables)
+
+
+def decode_rate(records: Sequence[RunRecord]) -> float | None:
+    """Tokens/s after the last of the first tokens, median over records; of simulated ones what the simulation says."""
+    return median([_decode_rate(r) or finite(r.metrics.get("decode_throughput_tok_s")) for r in records])
 
 
 def share(row: CellSummary, rank: int, predicted: bool = False) -> float | None:
@@ -50,8 +56,8 @@ def _against_one(of_ranks: Sequence[CellSummary], rows: Sequence[CellSummary]) -
         alone = max(single.get(job_of, ()), key=lambda row: row.median or 0.0, default=None)
         for row in [*([alone] if alone else []), *cells]:
             ranks = _ranks(row)
-            speeds = [row.median, metric(row.ok_records, _DECODE)]
-            ones = [alone.median, metric(alone.ok_records, _DECODE)] if alone else [None, None]
+            speeds = [row.median, decode_rate(row.ok_records)]
+            ones = [alone.median, decode_rate(alone.ok_records)] if alone else [None, None]
             idle = [_mean([share(row, rank, kind) for rank in ranks]) for kind in (False, True)]
             lines.append([name_cell(row), Cell(str(row.spec.policy.ranks))])
             figures.append([row.median, row.predicted_tok_s, speeds[1], *map(quotient, speeds, ones),
@@ -88,6 +94,15 @@ def _by_rank(of_ranks: Sequence[CellSummary]) -> Table:
         Column("Sent", "MB"), Column("Weights read", "MB"),
     )  # fmt: skip
     return Table("What each rank did, median over repeats", columns, tuple(bodies)).first()
+
+
+def _decode_rate(record: RunRecord) -> float | None:
+    times = [[s for t in trace.token_times_s if (s := finite(t)) is not None] for trace in record.requests]
+    if not all(times) or not times:
+        return None
+    last_first = max(each[0] for each in times)
+    later = [t for each in times for t in each if t > last_first]
+    return quotient(float(len(later)), max(later) - last_first) if later else None
 
 
 def _ranks(row: CellSummary) -> range:

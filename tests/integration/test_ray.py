@@ -63,7 +63,7 @@ def begun():
 
     def begin(files, *more):
         started.append(files.cli.start(*files.command(*more)))
-        wait_for(lambda: files.output.exists() and files.output.stat().st_size, 120)
+        wait_for(lambda: files.output.exists() and files.output.stat().st_size, 300)
         return started[-1]
 
     yield begin
@@ -267,7 +267,7 @@ def test_a_cluster_that_goes_away_ends_the_job_in_a_line(files, cluster):
     script = "import harness.cluster.connection as c; c._SILENCE_S = 3; from harness.cli.main import main; main()"
     job = [sys.executable, "-c", script, *map(str, command)]
     with subprocess.Popen(job, env=files.cli.environment, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: files.output.exists() and files.output.stat().st_size, 120)
+        wait_for(lambda: files.output.exists() and files.output.stat().st_size, 300)
         cluster.shutdown()
         told = process.communicate(timeout=120)[1]
     assert process.returncode == 2, told

@@ -263,6 +263,7 @@ def test_more_ranks_than_layers_are_refused_before_any_is_started(model, cache, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 @pytest.mark.parametrize(
     ("differs", "words"),
     [

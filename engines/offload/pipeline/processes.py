@@ -94,7 +94,7 @@ def follow(
     else:
         _join_by_environment()
         store = dist.distributed_c10d._get_default_store()
-    beat(store, rank)
+        beat(store, rank)
     try:
         machine = Machine.here()
         store.set(f"version/{rank}", versions())

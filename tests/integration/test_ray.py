@@ -221,6 +221,7 @@ def test_a_suite_is_measured_on_nodes_each_workload_on_one(cli, cluster):
     assert "no node of the cluster meets tiny" in cli.run(wanting, *on_ray, code=3).stderr
 
 
+@pytest.mark.timeout(900)
 def test_a_suite_of_our_engine_goes_on_elsewhere_when_its_node_dies(cli, kernels, cluster):
     save_with_tokenizer(cli.folder / "model")
     cells = """
@@ -229,18 +230,18 @@ def test_a_suite_of_our_engine_goes_on_elsewhere_when_its_node_dies(cli, kernels
 """
     limits = "{requires: {machine: twin}, limits: {host_memory: 1GiB}}"
     changes = {"model": f"{{id: {cli.folder / 'model'}}}", "hardware": limits, "timeout": "120s"}
-    suite = cli.suite(cells, workload=TWO, repeats=2, **changes)
+    suite = cli.suite(cells, workload=TWO, repeats=1, **changes)
     twins = [cluster.add_node(**NODE, node_name=name, resources={"twin": 1}) for name in ("third", "fourth")]
     process = cli.start(*cli.running(suite), "--ray", cluster.address, "--no-report")
-    wait_for(lambda: len(cli.records()) >= 2, 240)
+    wait_for(cli.records, 240)
     cluster.remove_node(twins.pop(), allow_graceful=False)
-    told = process.communicate(timeout=240)[1]
+    told = process.communicate(timeout=600)[1]
     cluster.remove_node(twins.pop())
     assert process.returncode == 0, told
     records = cli.records()
     assert {r.status for r in records} == {"ok"}
     assert sorted((r.spec.name, r.repeat) for r in records) == sorted({(r.spec.name, r.repeat) for r in records})
-    assert len(records) == 8
+    assert len(records) == 4
     by_workload = {}
     for record in records:
         by_workload.setdefault(record.spec.workload.gen_len, set()).add(record.provenance["node"])

@@ -16,6 +16,7 @@ from reports.links import links_section
 from reports.machine import machine_words
 from reports.power import power_table
 from reports.published import published_table
+from reports.ranks import ranks_tables
 from reports.records import Runs
 from reports.serving import serving_panels
 from reports.summary import CellSummary, by_workload, disturbance, summary_rows, throughput
@@ -48,6 +49,7 @@ def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
             {"title": title, "answer": answers[title]} | _workload(group, runs, f"cell-{i}")
             for i, (title, group) in enumerate(groups.items(), 1)
         ],
+        "ranks": ranks_tables(runs),
         "links": links_section(runs),
         "trends": trends,
         "failures": sections.failures(rows),

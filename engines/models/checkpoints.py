@@ -54,6 +54,18 @@ def check(folder: Path) -> None:
     read_shards(folder)
 
 
+def require_same(model: LocalModel) -> None:
+    """Raises HarnessError where `model`, as another host describes it, is not here: no checkpoint at its path, or one
+    whose configuration or files differ, by their headers."""
+    folder = Path(model.path)
+    if not (folder / "config.json").is_file():
+        raise HarnessError(f"there is no checkpoint in {folder}: put the same files there on every host")
+    if _digest(json_object(folder / "config.json"), read_shards(folder)) != model.digest:
+        raise HarnessError(
+            f"{folder} has another checkpoint than rank 0's host: put the same files there on every host"
+        )
+
+
 def evict(path: str | Path) -> None:
     """Drops a folder's files from the page cache, for a cold start under a memory limit."""
     for file in Path(path).rglob("*"):

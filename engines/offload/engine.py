@@ -19,6 +19,7 @@ from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
 from engines.offload.open_store import limits_beside_store, open_store
 from engines.offload.pass_model import LatencyBudget
+from engines.offload.pipeline.started import world
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.refusals import refuse
 from engines.offload.score_job import score
@@ -92,7 +93,7 @@ class OffloadEngine(api.OnlineEngine):
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
                 torch.set_num_threads(min(threads))
-            if policy.ranks > 1:
+            if policy.ranks > 1 or world() not in (None, 1):
                 from engines.offload.pipeline.leader import runner_of_ranks
 
                 runner: ModelRunner = runner_of_ranks(request, resources, self._attention_units)

@@ -1,7 +1,8 @@
-"""A rank of a model: `torchrun ... -m engines.offload.rank COMMAND...` runs a command of the harness on rank 0,
-with the other ranks behind its engine, such as `generate --set policy.pipeline=4 ...` or `policy.tensor=4`.
+"""A rank of a model: `torchrun ... -m engines.offload.rank COMMAND...`, or `srun python -m engines.offload.rank
+COMMAND...`, runs a command of the harness on rank 0, with the other ranks behind its engine, such as
+`generate --set policy.pipeline=4 ...` or `policy.tensor=4`.
 
-Rank 0 starts the others itself where torchrun does not.
+Rank 0 starts the others itself where neither does.
 """
 
 import os
@@ -23,12 +24,22 @@ from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.processes import follow
 from engines.offload.pipeline.ranks import Loaded
 from engines.offload.pipeline.rates import Machine, ToldRates, measured
+from engines.offload.pipeline.started import rank_variables
 from engines.offload.pipeline.wire import wire_of
+from harness.api import HarnessError
 
 
 def main() -> int:
-    """Runs the rank that the environment names."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Runs the rank that the environment names. Of a rank that cannot join the others, one line says why."""
+    try:
+        os.environ |= rank_variables(os.environ)
+        return _run(int(os.environ.get("RANK", "0")))
+    except HarnessError as exc:
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {exc}\n")
+        return 1
+
+
+def _run(rank: int) -> int:
     if rank == 0:
         runpy.run_module("harness", run_name="__main__", alter_sys=True)
         return 0

@@ -166,10 +166,12 @@ def compose() -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("profile", ["gpu", "cpu", "serve"])
-def test_compose_s_file_is_valid(profile):
-    command = [*compose(), "--profile", profile, "config", "-q"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("folder", "profile"), [(".", "gpu"), (".", "cpu"), (".", "serve"), ("examples/two_hosts", "")]
+)
+def test_compose_s_file_is_valid(folder, profile):
+    command = [*compose(), *(["--profile", profile] if profile else []), "config", "-q"]
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -192,6 +194,35 @@ def test_compose_runs_a_suite_and_leaves_the_report(images, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     report = tmp_path / "results" / "ci_smoke" / "report.html"
     assert report.exists(), done.stdout[-2000:]
+
+
+def test_compose_divides_a_model_over_two_containers(images, cli, tmp_path):
+    """The example as it is, but for the network: this engine may have no bridge."""
+    build("offload")
+    job = tmp_path / "job"
+    save_with_tokenizer(job / "model")
+    for place in (job, *job.rglob("*")):
+        place.chmod(0o777 if place.is_dir() else 0o644)
+    lines = [{"prompt": f"w{5 + i} w9", "max_tokens": 12, "ignore_eos": True} for i in range(12)]
+    (job / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shutil.copy(ROOT / "examples" / "two_hosts" / "compose.yaml", tmp_path)
+    host = {"network_mode": "host"}
+    (tmp_path / "host.yaml").write_text(json.dumps({"services": {"rank0": host, "rank1": host}}))
+    project = [*compose(), "-f", "compose.yaml", "-f", "host.yaml"]
+    environment = os.environ | {"FIRST": "127.0.0.1", "PORT": str(_free_port()), "MEMORY": "300MiB", "LIMIT": "2g"}
+    command = [*project, "up", "--exit-code-from", "rank0"]
+    try:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        subprocess.run([*project, "down", "-v"], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    files = ["--input", job / "prompts.jsonl", "--output", tmp_path / "alone.jsonl"]
+    cli("generate", "--model", job / "model", "--memory", "300MiB", *files)
+    divided, alone = (
+        {row["line"]: row["response"]["body"]["choices"] for row in map(json.loads, path.read_text().splitlines())}
+        for path in (job / "answers.jsonl", tmp_path / "alone.jsonl")
+    )
+    assert len(divided) == 12 and divided == alone
 
 
 def test_a_model_is_served_by_its_image(images, client, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.pipeline import leader
+from engines.offload.pipeline import leader, processes
 from engines.offload.pipeline.clocks import offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.messages import PassChunk, PassMessage
@@ -155,6 +155,8 @@ def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache,
     assert all(e.ts >= -0.2 and e.ts + e.dur <= end + 0.2 for e in trace.events), "clocks are one: all in the same pass"
     rows = trace.metrics["passes"] * trace.metrics["rows_per_pass"]
     assert trace.metrics["rank1_sent_bytes"] == pytest.approx(rows * 64 * 4), "hidden states in float32"
+    assert trace.metrics["rank0_sent_bytes"] == 0, "ids go out with the next pass"
+    assert (trace.metrics["rank0_weight_bytes_read"] > 0) == ("weights" in policy)
     if "weight_bits" not in policy and "kv_bits" not in policy:
         assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
 
@@ -258,6 +260,34 @@ def test_more_ranks_than_layers_are_refused_before_any_is_started(model, cache, 
     monkeypatch.setattr("engines.offload.pipeline.leader.leading", lambda *_: pytest.fail("started"))
     with pytest.raises(HarnessError, match="4 stages for 3 layers"):
         load(model, cache, pipeline=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("versions", r"rank 1 of 2 has engine .*; rank 0 has engine 0, torch 1, transformers 1: install the same"),
+        ("no checkpoint", "rank 1 of 2: there is no checkpoint in .*nowhere: put the same files there"),
+        ("another checkpoint", "rank 1 of 2: .*other has another checkpoint than rank 0's host"),
+    ],
+)
+def test_a_rank_whose_host_differs_is_refused_before_it_loads(model, cache, tmp_path, monkeypatch, differs, words):
+    """Only the leader's process knows of the changes here."""
+    if differs == "versions":
+        monkeypatch.setattr(processes, "versions", lambda: "engine 0, torch 1, transformers 1")
+    else:
+        other = tiny(tmp_path / "other", "llama", hidden_size=32).path
+        path = other if differs == "another checkpoint" else str(tmp_path / "nowhere")
+        tell = Ranks.tell
+        monkeypatch.setattr(
+            Ranks, "tell", lambda self, request, measure: tell(
+                self, replace(request, model=replace(request.model, path=path)), measure
+            ),
+        )  # fmt: skip
+    with pytest.raises(HarnessError, match=words):
+        load(model, cache, pipeline=2)
+    assert rank_pids() == []
 
 
 @pytest.mark.slow

@@ -32,10 +32,11 @@ from engines.offload.pipeline.cut import group_count
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.links import Links, LostRankError, What
 from engines.offload.pipeline.messages import PassMessage
-from engines.offload.pipeline.processes import leading, started_by_torchrun
+from engines.offload.pipeline.processes import leading
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, equal_stages, parts_of_all, timed_stages
+from engines.offload.pipeline.started import require_ranks, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
 from engines.offload.scheduler import Scheduler
@@ -65,6 +66,7 @@ class PipelineRunner(ModelRunner):
         self._why_lost = why_lost
         self._broken = False
         self._lane = Lane()
+        self._moved = self._bytes()  # when the run began
         self._under_way: deque[int] = deque()  # rows of each pass that was announced and has not come back
         self._entered = 0.0
         loaded.timeline.under_way = groups
@@ -94,11 +96,13 @@ class PipelineRunner(ModelRunner):
 
     def ranks(self) -> EngineTrace:
         """Of each rank R, as `rankR_busy_s` and so on: seconds at work, without work, and these as a share of the run;
-        of other ranks the bytes that they sent and read. Lanes cover what the timeline keeps."""
+        bytes that it sent, and bytes of weights that it read. Lanes cover what the timeline keeps."""
         if self._broken:
             return EngineTrace()
         low, high = self.loaded.timeline.window
         found = metrics(0, self._lane.busy_s, self._lane.seconds)
+        moved = [float(now - before) for now, before in zip(self._bytes(), self._moved, strict=True)]
+        found |= {"rank0_sent_bytes": moved[0], "rank0_weight_bytes_read": moved[1]}
         lanes: list[TraceEvent] = events(0, self._lane.within(low, high), low)
         for rank in self._links.followers:
             clock = self._clocks.get(rank, Offset())
@@ -118,6 +122,7 @@ class PipelineRunner(ModelRunner):
         """Lets all ranks count from here on, too."""
         if not self._broken:
             self._lane.clear()
+            self._moved = self._bytes()
             with self._naming():
                 self._links.announce(What.BEGIN)
         with super().one_run():
@@ -175,6 +180,9 @@ class PipelineRunner(ModelRunner):
         with self._naming():
             return self._links.receive_hidden(rows, self.loaded.model.shape.hidden)
 
+    def _bytes(self) -> tuple[int, int]:
+        return self._links.bytes_sent, self.loaded.stream.bytes_read
+
     def _take_back(self) -> None:
         """Takes what comes of passes that nobody will end, as a run was closed early: what they would have cached is
         not there, and later passes must not be given it."""
@@ -207,19 +215,6 @@ class PipelineRunner(ModelRunner):
 class TensorRunner(PipelineRunner):
     """Runs passes of which every rank computes its part of every product."""
 
-    _sent = 0  # bytes, when the run began
-
-    def ranks(self) -> EngineTrace:
-        """As a pipeline's; and what rank 0 sent."""
-        found = super().ranks()
-        return EngineTrace({**found.metrics, "rank0_sent_bytes": self._links.bytes_sent - self._sent}, found.events)
-
-    @contextmanager
-    def one_run(self) -> Iterator[None]:
-        self._sent = self._links.bytes_sent
-        with super().one_run():
-            yield
-
     def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         try:
             with self._naming():
@@ -238,10 +233,11 @@ def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units:
     """Loads a model on as many ranks as the policy has; `resources` end them. Raises as OffloadEngine.load does, naming
     the rank."""
     policy, threads = request.policy, torch.get_num_threads()
-    if request.limits.link is not None and (started_by_torchrun() or not is_linked()):
+    require_ranks(policy.ranks)
+    if request.limits.link is not None and (world() is not None or not is_linked()):
         raise UnsupportedError("limits.link_rate and link_delay: only `harness run` makes links; leave them out")
     equal = _equal(request)  # raises for what cannot be divided, before any process is started
-    if not (started_by_torchrun() or policy.threads or request.limits.threads):
+    if not (world() is not None or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.ranks)  # ranks that share this host share its cores
         torch.set_num_threads(threads)
     ranks = resources.enter_context(leading(policy.ranks, threads))

@@ -1,4 +1,4 @@
-"""The ranks of a model: those that the leader starts on its host, or those that torchrun has started."""
+"""The ranks of a model: those that the leader starts on its host, or those that torchrun or srun has started."""
 
 import ctypes
 import hashlib
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,30 +22,32 @@ import torch.distributed as dist
 import transformers
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from engines.models.checkpoints import require_same
 from engines.offload.backend.base import LoadRequest
 from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.model.stage import Stage
+from engines.offload.pipeline.pulse import beat
 from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, ToldRates
-from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
+from engines.offload.pipeline.started import STORE, world
+from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, first_line, from_json, to_json
 from harness.common.rank_groups import in_own_group
 from harness.common.rank_network import in_own_namespace, leader_address
 
 #: How long ranks get to end when the leader has ended.
 _END_S = 10.0
-#: The environment of a rank that the leader started: the address of the leader's store.
-STORE = "HARNESS_PIPELINE_STORE"
+_LOOK_S = 0.05
 
 
 @contextmanager
 def leading(count: int, threads: int) -> Iterator[Ranks]:
-    """Ranks that are ready to load: those that torchrun started with this process, or `count` - 1 processes of this
-    host, of `threads` threads each.
+    """Ranks that are ready to load: those that torchrun or srun started with this process, or `count` - 1 processes of
+    this host, of `threads` threads each.
 
-    Raises HarnessError where they are not as many, or of other versions.
+    Raises HarnessError where they do not come, or are of other versions.
     """
-    if started_by_torchrun():
-        yield from _joined_by_torchrun(count)
+    if world() is not None:
+        yield from _joined(count)
         return
     store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     children = {rank: _started(rank, count, store.port, threads) for rank in range(1, count)}
@@ -53,7 +56,7 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
         for rank in children:
             ranks.wait_for(f"ready/{rank}", rank, START_S)
         store.set("join", "yes")
-        _join(store, 0, count)
+        _join_watched(ranks)
         yield _introduced(ranks)
     except BaseException:
         for child in children.values():
@@ -63,19 +66,8 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
         _end(ranks)
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of the ranks that torchrun started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and STORE not in os.environ
-
-
-def _joined_by_torchrun(count: int) -> Iterator[Ranks]:
-    world = int(os.environ["WORLD_SIZE"])
-    if world != count:
-        raise HarnessError(
-            f"the policy has {count} ranks, and torchrun started {world}: set policy.pipeline, or policy.tensor, to "
-            f"{world}"
-        )
-    dist.init_process_group("gloo")
+def _joined(count: int) -> Iterator[Ranks]:
+    _join_by_environment()
     ranks = Ranks(count, dist.distributed_c10d._get_default_store())
     try:
         yield _introduced(ranks)
@@ -100,18 +92,20 @@ def follow(
         store.wait(["join"], timedelta(seconds=START_S))
         _join(store, rank, count)
     else:
-        dist.init_process_group("gloo")
+        _join_by_environment()
         store = dist.distributed_c10d._get_default_store()
+        beat(store, rank)
     try:
         machine = Machine.here()
         store.set(f"version/{rank}", versions())
         store.set(f"machine/{rank}", json.dumps(to_json(machine)))
-        store.wait(["job"], timedelta(seconds=LOAD_S))
+        _await(store, "job")
         told = json.loads(store.get("job"))
         request = _told(told, rank, machine)
+        require_same(request.model)
         if told["measure"]:
             store.set(f"rates/{rank}", json.dumps(to_json(measure(request))))
-        store.wait(["stages"], timedelta(seconds=LOAD_S))
+        _await(store, "stages")
         stages = dict(json.loads(store.get("stages")))
         if rank in stages:
             part = TensorPart.under(request.policy, rank)
@@ -190,6 +184,47 @@ def _end_with_parent() -> None:
 
 def _join(store: Any, rank: int, count: int) -> None:
     dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=count)
+
+
+def _join_watched(ranks: Ranks) -> None:
+    """Joins the ranks that were started. Raises HarnessError for one that dies meanwhile: gloo would wait for it."""
+    raised: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            _join(ranks.store, 0, ranks.count)
+        except BaseException as exc:
+            raised.append(exc)
+
+    thread = threading.Thread(target=join, name="join", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+        if died := ranks.died():
+            raise HarnessError(f"all ranks have ended: {died}")
+    if raised:
+        raise raised[0]
+
+
+def _join_by_environment() -> None:
+    """Joins the ranks of torchrun or srun. Raises HarnessError where not all come."""
+    try:
+        dist.init_process_group("gloo")
+    except (RuntimeError, ValueError) as exc:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise HarnessError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at {where}: "
+            f"{first_line(exc)}"
+        ) from exc
+
+
+def _await(store: Any, key: str) -> None:
+    """Until the leader has set the key, without a long operation, which would keep this rank's pulse from the store."""
+    deadline = time.monotonic() + LOAD_S
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise HarnessError(f"rank 0 did not say for {LOAD_S:g} s what to do")
+        time.sleep(_LOOK_S)
 
 
 def _end(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.tensor_part import TensorPart
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.links import Links
+from engines.offload.pipeline.pulse import LOST_S, Pulses
 from engines.offload.pipeline.rates import Machine, ToldRates
 from engines.offload.pipeline.wire import Wire
 from harness.api import HarnessError, from_json, to_json
@@ -53,6 +54,9 @@ class Ranks:
     children: Mapping[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     machines: Sequence[Machine] = ()  # by rank
     order: Sequence[int] = ()  # those that have a stage, in the order of these
+
+    def __post_init__(self) -> None:
+        self._pulses = Pulses(self.store)
 
     def alike(self, request: LoadRequest) -> bool:
         """Whether nothing tells one rank's machine from another's, for this load."""
@@ -109,6 +113,8 @@ class Ranks:
                 raise HarnessError(f"rank {rank} of {self.count}: {reason}")
             if died := self.died():
                 raise HarnessError(f"all ranks have ended: {died}")
+            if not self.children and self._pulses.silent_s(rank) > LOST_S:
+                raise HarnessError(f"rank {rank} of {self.count} gave no sign of life for {LOST_S:g} s")
             if time.monotonic() > deadline:
                 raise HarnessError(f"rank {rank} of {self.count} did not answer for {patience_s:g} s")
             time.sleep(_LOOK_S)

@@ -1,0 +1,55 @@
+"""Ranks that torchrun or SLURM's srun starts: how many, and what torch.distributed has to be told of a step of srun."""
+
+import os
+import re
+from collections.abc import Mapping
+
+from harness.api import HarnessError
+
+#: The environment of a rank that the leader started: the address of the leader's store.
+STORE = "HARNESS_PIPELINE_STORE"
+#: Ports for jobs without MASTER_PORT, below those that the kernel gives away.
+_FIRST_PORT, _PORTS = 20_000, 12_000
+
+
+def world() -> int | None:
+    """How many ranks torchrun or srun started together with this process; None where neither started it."""
+    if STORE in os.environ or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def require_ranks(count: int) -> None:
+    """Raises HarnessError where torchrun or srun started another number of ranks than the policy's `count`."""
+    if (found := world()) not in (None, count):
+        raise HarnessError(
+            f"the policy has {count} rank{'s' if count > 1 else ''}, and {found} were started: set policy.pipeline, or "
+            f"policy.tensor, to {found}"
+        )
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a task of srun; nothing where somebody else has named the rank,
+    or where the step has one task. MASTER_ADDR and MASTER_PORT stay as they are where they are set.
+
+    Raises HarnessError where srun says less than that.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # of the step: a batch script itself is no task of srun
+    if "RANK" in environ or tasks == "1":
+        return {}
+    try:
+        rank, world = int(environ["SLURM_PROCID"]), int(tasks)
+        step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
+        host = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+    except (KeyError, ValueError) as exc:
+        raise HarnessError(
+            f"a step of {tasks} tasks, but srun does not say {exc}: start the ranks by srun, or set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from exc
+    port = environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _PORTS)
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM writes it: of `node[007-009,12],gpu1` it is `node007`."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]

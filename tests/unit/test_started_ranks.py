@@ -1,0 +1,133 @@
+"""Ranks that others start: SLURM's variables, their number, a pulse that stops, and links that carry nothing."""
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from engines.offload.pipeline import pulse
+from engines.offload.pipeline import ranks as ranks_module
+from engines.offload.pipeline.links import Links, LostRankError
+from engines.offload.pipeline.pulse import beat
+from engines.offload.pipeline.ranks import Ranks
+from engines.offload.pipeline.stages import order_of
+from engines.offload.pipeline.started import STORE, first_host, rank_variables, require_ranks
+from engines.offload.pipeline.wire import PlainWire
+from harness.api import HarnessError
+from tests.offload import load, tiny
+
+STEP = {
+    "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "node[007-009,12]", "SLURM_NTASKS": "4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node7", "node7"),
+        ("node[007-009,12],gpu1", "node007"),
+        ("gpu1,node[1-2]", "gpu1"),
+        ("r[0-1]n[4-5]-ib", "r0n4-ib"),
+        ("node[3,5]", "node3"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurms(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_a_task_of_srun_is_a_rank():
+    found = rank_variables(STEP)
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("3", "4", "node007")
+    assert 1024 < int(found["MASTER_PORT"]) < 32768
+    assert rank_variables({**STEP, "SLURM_PROCID": "0"})["MASTER_PORT"] == found["MASTER_PORT"], "all meet at one"
+    assert rank_variables({**STEP, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != found["MASTER_PORT"], "steps do not clash"
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    assert own.items() <= rank_variables({**STEP, **own}).items()
+
+
+def test_a_batch_script_one_task_and_torchrun_under_srun_are_none():
+    assert rank_variables({**STEP, "RANK": "1"}) == {}
+    assert rank_variables({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == {}
+    with pytest.raises(HarnessError, match=r"srun does not say 'SLURM_STEP_NODELIST'.* or set RANK, WORLD_SIZE"):
+        rank_variables({name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"})
+
+
+def test_as_many_ranks_are_started_as_the_policy_has(monkeypatch, tmp_path):
+    require_ranks(2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    require_ranks(4)
+    with pytest.raises(HarnessError, match=r"the policy has 2 ranks, and 4 were started: set policy.pipeline, or"):
+        require_ranks(2)
+    with pytest.raises(HarnessError, match=r"the policy has 1 rank, and 4 were started"):
+        load(tiny(tmp_path / "m", "llama"), tmp_path / "cache")
+    monkeypatch.setenv(STORE, "1")
+    require_ranks(2)
+
+
+def test_a_rank_of_another_host_that_stops_counting_is_lost(monkeypatch):
+    monkeypatch.setattr(ranks_module, "LOST_S", 0.3)
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    counting = TCPStore("127.0.0.1", store.port, 1, is_master=False)
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.05)
+    beat(counting, 1)
+    found = Ranks(3, store)
+    with pytest.raises(HarnessError, match=r"rank 1 of 3 did not answer for 1 s"):
+        found.wait_for("never", 1, 1)
+    with pytest.raises(HarnessError, match=r"rank 2 of 3 gave no sign of life for 0\.3 s"):
+        found.wait_for("never", 2, 10)
+    counting.set("failed/2", "no checkpoint")
+    with pytest.raises(HarnessError, match=r"rank 2 of 3: no checkpoint"):
+        found.wait_for("never", 2, 10)
+
+
+def silent_or_gone(port, told):
+    """Rank 1, which joins, sends nothing, and ends when it is told to."""
+    torch.set_num_threads(1)
+    _join(port, 1)
+    told.recv()
+
+
+def _join(port, rank):
+    store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return store
+
+
+def lose(port, patience_s, said):
+    """Rank 0, which waits for hidden states: what it says."""
+    torch.set_num_threads(1)
+    _join(port, 0)
+    links = Links(0, order_of(2), PlainWire(torch.float32), patience_s)
+    try:
+        links.receive_hidden(2, 8)
+    except LostRankError as exc:
+        said.send(str(exc))
+
+
+@pytest.mark.parametrize(("patience_s", "words"), [(0.4, "nothing came for 0.4 s"), (60, "it closed the connection")])
+def test_a_link_that_stalls_and_one_that_is_closed_are_told_apart(patience_s, words):
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    (heard, said), (order, orders) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    leader = context.Process(target=lose, args=(port, patience_s, said))
+    other = context.Process(target=silent_or_gone, args=(port, order))
+    leader.start()
+    other.start()
+    if patience_s > 1:
+        orders.send("end")
+    text = heard.recv()
+    for process in (leader, other):
+        process.kill()
+        process.join()
+    assert text == f"lost rank 1: {words}"
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -90,7 +91,7 @@ def test_lm_eval_s_own_client_scores_as_the_engine_in_process(cli, smollm2):
     process, address, _ = start(cli, smollm2.path, *policy)
     try:
         served = local.LocalCompletionsAPI(
-            model=None, pretrained=smollm2.path, base_url=f"{address}/completions", tokenizer=smollm2.path,
+            model=None, pretrained=Path(smollm2.path).name, base_url=f"{address}/completions", tokenizer=smollm2.path,
             tokenizer_backend="huggingface", num_concurrent=2, batch_size=2, max_length=64,
         )  # fmt: skip
         asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]

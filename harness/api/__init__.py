@@ -97,4 +97,4 @@ from harness.api.spec import (
     RunSpec,
     SuiteSpec,
 )
-from harness.api.workload import LengthSpec, Slo, WorkloadSpec
+from harness.api.workload import LengthSpec, Slo, StopWhen, WorkloadSpec

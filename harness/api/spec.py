@@ -250,6 +250,7 @@ class RunSpec:
             "rounds": 1,
             "think_s": 0.0,
             "slo": None,
+            "stop_when": None,
         },
         "policy": {
             "weight_groups": "input",

@@ -44,6 +44,16 @@ class Slo:
 
 
 @dataclass(frozen=True)
+class StopWhen:
+    """When a rate's arrivals end before their time: once the 95 % interval of the mean of each latency that has an
+    objective (without objectives: of the normalized one) is at most the share `ci_width` of that mean."""
+
+    __pydantic_config__ = FORBID
+
+    ci_width: float
+
+
+@dataclass(frozen=True)
 class WorkloadSpec:
     """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
 
@@ -56,7 +66,7 @@ class WorkloadSpec:
     `process`, or in a closed loop of `concurrency` users, until `num_requests` (conversations) or for `duration_s`.
     Lengths are drawn from `lengths`, a name or distributions, or read from `trace`, and capped at `prompt_len` and
     `gen_len`. `cv`: coefficient of variation of a gamma process's intervals. A conversation has `rounds`, with
-    exponential pauses of mean `think_s` between an answer and the next turn.
+    exponential pauses of mean `think_s` between an answer and the next turn. `stop_when` ends a rate before its time.
     """
 
     __pydantic_config__ = FORBID
@@ -76,6 +86,7 @@ class WorkloadSpec:
     rounds: int = 1
     think_s: float = 0.0
     slo: Slo | None = None
+    stop_when: StopWhen | None = None
 
     @property
     def online(self) -> bool:

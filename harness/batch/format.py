@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -172,6 +172,23 @@ def parse_body(
     require_unicode(settings)
     body = checked(_Chat, settings, where) if chat else checked(_Completion, settings, where)
     return _line(body, number, id_, temperature, max_tokens, seed)
+
+
+def body_schema(chat: bool) -> dict[str, Any]:
+    """The JSON Schema of a completion's settings, or a chat's, without references."""
+    schema = (_Chat if chat else _Completion).model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(parts[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(value) for key, value in node.items()}
+
+    return cast(dict[str, Any], inlined(schema))
 
 
 def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], texts: Sequence[str],

@@ -96,6 +96,12 @@ class LoadPlan:
         self._asked -= 1
         self._ended(at_s)
 
+    def end(self, at_s: float) -> None:
+        """No conversation begins after `at_s`; those that have begun are finished."""
+        self.window_s = min(self.window_s, at_s)
+        self._due = [due for due in self._due if due[2].round]
+        heapq.heapify(self._due)
+
     @property
     def done(self) -> bool:
         """Whether everything was sent and answered."""

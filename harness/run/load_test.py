@@ -5,6 +5,7 @@ omission; Tene, "How NOT to Measure Latency"). Latencies count from when a reque
 clock of their own: there one thread sends what is due between passes, and idle time is skipped.
 """
 
+import math
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from harness.api import (
     OnlineEngine,
     RefusedEvent,
     ServedRequest,
+    TokenEvent,
 )
 from harness.run.answers import check
 from harness.run.load_plan import LoadPlan, Session
@@ -32,7 +34,8 @@ _LOOK_S = 0.05
 class LoadTest:
     """One load on a loaded engine that is idle. `vocab`: of its model. `phase`: for progress.
 
-    `deadline_s`: seconds after which whatever is pending is cancelled; None waits for all answers.
+    `deadline_s`: seconds after which whatever is pending is cancelled; None waits for all answers. `is_enough`: whether
+    the first requests that were due, as many as have answers without a gap, tell enough: then arrivals end.
     """
 
     engine: OnlineEngine
@@ -43,6 +46,7 @@ class LoadTest:
     on_event: EventSink
     phase: str
     expected: int
+    is_enough: Callable[[Sequence[ServedRequest]], bool] | None = None
 
     def run(self) -> list[ServedRequest]:
         """What became of every request that was sent, in the order of their ends. Raises HarnessError for an engine
@@ -141,7 +145,9 @@ class LoadTest:
         """Runs a pass and keeps its results; `offset` brings the engine's times to seconds since the load began."""
         events = self.engine.step()
         with self._lock:
+            ended = 0
             for event in events:
+                ended += not isinstance(event, TokenEvent)
                 if isinstance(event, FinishedEvent):
                     self._finished(event.result, offset)
                 elif isinstance(event, RefusedEvent):
@@ -151,7 +157,16 @@ class LoadTest:
                         reason=event.reason, round=session.round,
                     ))  # fmt: skip
                     self.plan.dropped(session, max(session.sent_s, self.engine.clock() + offset))
+            if ended and self.is_enough is not None and self.is_enough(self._without_gaps()):
+                self.plan.end(self.engine.clock() + offset)
+                self.is_enough = None
             self._lock.notify()
+
+    def _without_gaps(self) -> list[ServedRequest]:
+        """What became of the requests that were due before any that is pending, in their order: those that are answered
+        beside slower ones would make a rate look faster."""
+        first = min((session.due_s for session in self._sessions.values()), default=math.inf)
+        return sorted((r for r in self._served if r.due_s < first), key=lambda r: r.due_s)
 
     def _finished(self, result: GenerationResult, offset: float) -> None:
         session = self._asked(result.id)

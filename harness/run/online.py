@@ -3,13 +3,15 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from harness import api, registry
 from harness.api.machine import mean_cached_length
 from harness.common.percentile import percentile
 from harness.common.serving_figures import LATE_S, figures, within
+from harness.run.early_stop import is_close
 from harness.run.load_plan import LoadPlan
 from harness.run.load_test import LoadTest, lags_of
 from harness.run.rate_sweep import first_rate, highest_within, sweep
@@ -85,16 +87,26 @@ class OnlineRun:
         if drawn_at is not None:
             deadline = 2 * (window if window < math.inf else (count or 0) / drawn_at)
         requests = self._drive(plan, deadline, phase, expected * workload.rounds)
+        window = min(window, plan.window_s)  # where it ended before its time
         if window == math.inf:  # of a number of requests: until the last one was due
             window = max((r.due_s for r in requests), default=0.0)
         return api.ServedRate(rate, window, requests)
+
+    @property
+    def _is_enough(self) -> Callable[[Sequence[api.ServedRequest]], bool] | None:
+        workload = self.spec.workload
+        if workload.stop_when is None:
+            return None
+        latencies = ("normalized_s",) if workload.slo is None else tuple(workload.slo.limits)
+        return partial(is_close, latencies=latencies, width=workload.stop_when.ci_width)
 
     def _drive(
         self, plan: LoadPlan, deadline_s: float | None, phase: str, expected: int
     ) -> tuple[api.ServedRequest, ...]:
         test = LoadTest(
-            self._online, self.capabilities, plan, self.load.vocab, deadline_s, self.on_event, phase, expected
-        )
+            self._online, self.capabilities, plan, self.load.vocab, deadline_s, self.on_event, phase, expected,
+            self._is_enough,
+        )  # fmt: skip
         return tuple(test.run())
 
 

@@ -28,6 +28,7 @@ class Answer:
         self._index = {request.id: i for i, request in enumerate(self.requests)}
         self._growing = [GrowingText(self.text, request.sampling) for request in self.requests]
         self._results: dict[int, GenerationResult] = {}
+        self._streamed = 0  # tokens
 
     @property
     def done(self) -> bool:
@@ -69,6 +70,7 @@ class Answer:
         """The chunks that an event settles, as lines of a stream of server-sent events."""
         if isinstance(event, TokenEvent):
             index = self._index[event.id]
+            self._streamed += 1
             piece = self._growing[index].add(event.token)
             if piece or event.logprob is not None:
                 yield self._chunk([self._choice(index, piece, None, event)])
@@ -83,6 +85,13 @@ class Answer:
         if self.asked.with_usage:
             yield self._chunk([], usage=self._usage())
         yield "data: [DONE]\n\n"
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Tokens of the prompts, and of all choices as far as they are streamed."""
+        prompt = sum(len(self.requests[first].prompt) for _, first in self._lines())
+        return {
+            "prompt_tokens": prompt, "completion_tokens": self._streamed, "total_tokens": prompt + self._streamed,
+        }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all choices."""
@@ -111,6 +120,8 @@ class Answer:
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        if self.asked.usage_so_far:
+            more = {"usage": self._usage_so_far(), **more}
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -6,10 +6,11 @@ import itertools
 import uuid
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from harness.api import HarnessError
@@ -17,6 +18,7 @@ from harness.batch.format import LineError, parse_object
 from harness.serve.answers import Answer
 from harness.serve.batches import Batches, add_batch_routes, add_file_routes
 from harness.serve.bodies import whole_body
+from harness.serve.described import ERRORS, generation, json_body
 from harness.serve.errors import error
 from harness.serve.metrics import Metrics
 from harness.serve.origins import is_foreign, is_loopback
@@ -25,6 +27,7 @@ from harness.serve.running import Running
 from harness.serve.served import Served
 from harness.serve.status import PAGE, add_status_routes
 
+_TEXT = {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}
 #: What a client that is sent away may wait.
 _RETRY_AFTER_S = "5"
 
@@ -32,7 +35,7 @@ _RETRY_AFTER_S = "5"
 def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     """The application, with files and batches where it keeps any. Errors have OpenAI's form: {"error": {"message",
     "type", "code"}}."""
-    app = FastAPI(title="harness serve", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    app = FastAPI(title="harness serve", openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=ERRORS)
     metrics = Metrics(lambda: served.loop.stats)
     numbers = itertools.count(1)
 
@@ -44,11 +47,11 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
         add_file_routes(app, batches)
         add_batch_routes(app, batches)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **generation(chat=False))
     async def completions(request: Request) -> Response:
         return await generate(request, chat=False)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **generation(chat=True))
     async def chats(request: Request) -> Response:
         return await generate(request, chat=True)
 
@@ -95,7 +98,16 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(405)
     async def wrong_method(request: Request, exc: Exception) -> JSONResponse:
-        return error(f"{request.url.path} does not take {request.method}", 405, "method_not_allowed")
+        allowed = {"allow": ", ".join(sorted(_methods(app, request)))}
+        return error(f"{request.url.path} does not take {request.method}", 405, "method_not_allowed", allowed)
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods that a request's path takes."""
+    routes = [
+        route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
+    ]
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
@@ -111,7 +123,7 @@ def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
         """Whether requests are let in."""
         return JSONResponse({"ready": served.ready}, 200 if served.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def counts() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -125,7 +137,7 @@ def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
             raise RequestError(no_model(name, served.name), 404, "model_not_found")
         return JSONResponse(_model(served))
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=json_body(_TEXT))
     async def tokenize(request: Request) -> Response:
         """Token ids of {"prompt": TEXT}, with the special tokens that the model expects."""
         try:

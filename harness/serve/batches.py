@@ -22,6 +22,7 @@ from harness.common.locks import locked
 from harness.serve.batch_runner import BatchRunner
 from harness.serve.batch_store import Batch, BatchStore, Endpoint
 from harness.serve.bodies import limited, whole_body
+from harness.serve.described import content_of, form_body, json_body
 from harness.serve.file_store import FileStore, StoredFile
 from harness.serve.requests import RequestError
 from harness.serve.served import Served
@@ -29,6 +30,11 @@ from harness.serve.settings import MAX_UPLOAD
 
 #: The most files and batches of a page, and how many it has where the client does not say.
 _MOST_LISTED, _LISTED = 10_000, 100
+_UPLOAD = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+    "required": ["file", "purpose"],
+}
 #: How much of an upload is copied at once.
 _PIECE = 1 << 20
 
@@ -86,7 +92,7 @@ def batches_of(
 def add_file_routes(app: FastAPI, batches: Batches) -> None:
     """/v1/files of OpenAI's API, for batches only."""
 
-    @app.post("/v1/files")
+    @app.post("/v1/files", openapi_extra=form_body(_UPLOAD))
     async def upload(request: Request) -> Response:
         try:
             async with limited(request, MAX_UPLOAD).form(max_files=1, max_fields=4) as form:
@@ -117,7 +123,7 @@ def add_file_routes(app: FastAPI, batches: Batches) -> None:
     async def retrieve(id_: str) -> Response:
         return JSONResponse(_described(_file(batches, id_)))
 
-    @app.get("/v1/files/{id_}/content")
+    @app.get("/v1/files/{id_}/content", response_class=FileResponse, responses=content_of("application/jsonl"))
     async def content(id_: str) -> Response:
         path = batches.files.content(_file(batches, id_).id)
         if not path.is_file():
@@ -138,7 +144,7 @@ def add_file_routes(app: FastAPI, batches: Batches) -> None:
 def add_batch_routes(app: FastAPI, batches: Batches) -> None:
     """/v1/batches of OpenAI's API."""
 
-    @app.post("/v1/batches")
+    @app.post("/v1/batches", openapi_extra=json_body(_NewBatch.model_json_schema()))
     async def create(request: Request) -> Response:
         try:
             asked = checked(_NewBatch, parse_object(await whole_body(request)), "")

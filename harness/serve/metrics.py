@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from harness.api import GenerationResult, OnlineStats
+from harness.api import GenerationResult, KVStoreStats, OnlineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
@@ -39,6 +39,31 @@ class _EngineCollector(Collector):
         for task, seconds in stats.task_s.items():
             tasks.add_metric((task,), seconds)
         yield tasks
+        if stats.kv_store is not None:
+            yield from _of_store(stats.kv_store)
+
+
+def _of_store(store: KVStoreStats) -> Iterable[Metric]:
+    """What a store of past requests' KV blocks holds and did, by tier."""
+    stored = GaugeMetricFamily("harness_kv_store_blocks", "Blocks kept for later requests.", labels=("tier",))
+    for tier, count in store.blocks.items():
+        stored.add_metric((tier,), count)
+    yield stored
+    counts = (
+        ("hit_tokens", "Tokens whose keys and values were read instead of computed.", store.hit_tokens),
+        ("read_bytes", "Bytes read.", store.bytes_read),
+        ("written_bytes", "Bytes written.", store.bytes_written),
+        ("evictions", "Blocks dropped.", store.evictions),
+    )
+    for name, what, by_tier in counts:
+        family = CounterMetricFamily(f"harness_kv_store_{name}", what, labels=("tier",))
+        for tier, count in by_tier.items():
+            family.add_metric((tier,), count)
+        yield family
+    recomputed = "Stored tokens that were faster to compute than to read."
+    yield CounterMetricFamily("harness_kv_store_recomputed_tokens", recomputed, store.recomputed_tokens)
+    failed = "1 once a write failed: nothing more is stored on disk."
+    yield GaugeMetricFamily("harness_kv_store_failed", failed, float(bool(store.problem)))
 
 
 class Metrics:

@@ -9,8 +9,9 @@ from harness.api.task import Text
 from harness.batch.format import BatchLine, LineError, parse_body, parse_object
 from harness.batch.texts import requests_of
 
-#: Settings that are the stream's, not the answer's.
+#: Settings that are the stream's, not the answer's, and its options.
 _STREAM = ("stream", "stream_options")
+_USAGE = ("include_usage", "continuous_usage_stats")
 
 
 class RequestError(HarnessError):
@@ -29,12 +30,13 @@ def no_model(asked: str, served: str) -> str:
 @dataclass(frozen=True)
 class Asked:
     """What a client asks for: a line for each of its prompts, and whether the answer is to be streamed, with its usage
-    at the end."""
+    at the end, and so far in each chunk (`usage_so_far`, as vLLM's servers have it)."""
 
     lines: tuple[BatchLine, ...]
     chat: bool
     stream: bool
     with_usage: bool
+    usage_so_far: bool = False
 
     @property
     def choices(self) -> int:
@@ -46,7 +48,7 @@ def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int) -> A
     """The body of request `number` to a server of `model`. Raises RequestError."""
     try:
         settings = parse_object(raw)
-        stream, with_usage = _stream(settings)
+        stream, usage = _stream(settings)
         settings = {key: value for key, value in settings.items() if key not in _STREAM}
         lines = tuple(
             parse_body(one, chat, number + i, max_tokens, seed=0) for i, one in enumerate(_prompts(settings, chat))
@@ -57,7 +59,7 @@ def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int) -> A
         raise RequestError(no_model(str(lines[0].model), model), 404, "model_not_found")
     if stream and lines[0].sampling.prompt_logprobs:
         raise RequestError("echo with logprobs: only without stream")
-    return Asked(lines, chat, stream, with_usage)
+    return Asked(lines, chat, stream, "include_usage" in usage, usage == set(_USAGE))
 
 
 def requests_for(asked: Asked, shape: ModelShape, text: Text, longest: int) -> list[GenerationRequest]:
@@ -77,17 +79,18 @@ def requests_for(asked: Asked, shape: ModelShape, text: Text, longest: int) -> l
     return requests
 
 
-def _stream(settings: Mapping[str, Any]) -> tuple[bool, bool]:
+def _stream(settings: Mapping[str, Any]) -> tuple[bool, set[str]]:
+    """Whether the answer is streamed, and its options that are set."""
     stream, options = settings.get("stream"), settings.get("stream_options")
     if stream not in (None, True, False):
         raise RequestError("stream: expected true or false")
     if options is None:
-        return bool(stream), False
+        return bool(stream), set()
     if not stream:
         raise RequestError("stream_options: only for a stream")
-    if not isinstance(options, dict) or not set(options) <= {"include_usage"}:
-        raise RequestError("stream_options: expected an object with include_usage")
-    return True, options.get("include_usage") is True
+    if not isinstance(options, dict) or not set(options) <= set(_USAGE):
+        raise RequestError(f"stream_options: expected an object with {' and '.join(_USAGE)}")
+    return True, {name for name in options if options[name] is True}
 
 
 def _prompts(settings: Mapping[str, Any], chat: bool) -> Sequence[Mapping[str, Any]]:

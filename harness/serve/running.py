@@ -31,9 +31,11 @@ class Running:
 
     def begin(self) -> bool:
         """As EngineLoop.submit."""
-        loop = asyncio.get_running_loop()
+        loop, streamed = asyncio.get_running_loop(), self._answer.asked.stream
 
         def deliver(event: Event | EngineFailure) -> None:
+            if not streamed and isinstance(event, TokenEvent):
+                return  # each one would wake the server's thread, which the engine's shares a processor with
             with contextlib.suppress(RuntimeError):  # the server's loop has ended
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -52,11 +54,11 @@ class Running:
                     looked = time.monotonic()
                 if event is None:
                     continue
-                if isinstance(event, FinishedEvent):
-                    self._finish(event)
-                elif not isinstance(event, TokenEvent):
+                if not isinstance(event, TokenEvent | FinishedEvent):
                     outcome, failure = self._failed(event)
                     return failure
+                if isinstance(event, FinishedEvent):
+                    self._finish(event)
             outcome = "ok"
             return JSONResponse(self._answer.whole())
         finally:

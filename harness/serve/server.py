@@ -40,13 +40,7 @@ def serve(settings: ServeSettings, progress: Progress) -> None:
     listener = _listen(settings.host, settings.port)  # before minutes of loading
     remove_abandoned(settings.cache)
     with closing(listener), closing(ModelSession(cell, settings.cache, progress)) as session:
-        longest = longest_request(settings.max_sequence, cell, session.model)
-        with engine_errors(cell.engine):
-            usual = min(longest, _USUAL)
-            lengths = Lengths(longest, usual, min(_USUAL_NEW, usual))
-            engine = session.engine(lengths, cell.policy.gpu_batch_size)
-        if not isinstance(engine, OnlineEngine):
-            raise UnsupportedError(f"engine {cell.engine} takes no requests while it runs; serve with engine offload")
+        engine, longest = online_engine(session, settings)
         host, port = listener.getsockname()[:2]
         folder = settings.files or settings.cache / "served" / str(port)
         name, shape, text = public_name(cell.model.id), session.model.shape, session.text
@@ -62,6 +56,19 @@ def serve(settings: ServeSettings, progress: Progress) -> None:
                 listener.listen(_BACKLOG)  # who reads the note may connect
                 progress.note(f"{name} is served at {address}, requests of up to {longest} tokens; Ctrl-C ends it")
                 asyncio.run(_Server(served, batches, progress.note).run(listener))
+
+
+def online_engine(session: ModelSession, settings: ServeSettings) -> tuple[OnlineEngine, int]:
+    """The engine of a session, loaded for usual requests, and the most tokens of a request. Raises as `serve` does."""
+    cell = session.cell
+    longest = longest_request(settings.max_sequence, cell, session.model)
+    with engine_errors(cell.engine):
+        usual = min(longest, _USUAL)
+        lengths = Lengths(longest, usual, min(_USUAL_NEW, usual))
+        engine = session.engine(lengths, cell.policy.gpu_batch_size)
+    if not isinstance(engine, OnlineEngine):
+        raise UnsupportedError(f"engine {cell.engine} takes no requests while it runs; serve with engine offload")
+    return engine, longest
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ _FIELDS = {
     "workload": api.WorkloadSpec,
     "LengthSpec": api.LengthSpec,  # an arm of a union, as pydantic names it
     "slo": api.Slo,
+    "stop_when": api.StopWhen,
     "policy": api.OffloadPolicy,
     "limits": api.HardwareLimits,
     "requires": api.HardwareRequirements,

@@ -9,7 +9,7 @@ from harness.common.words import nearest
 from harness.suite.yaml_node import Node, shown
 
 #: Keys of online workloads, as a suite writes them, by the field of WorkloadSpec.
-_ONLINE = {name: name for name in ("process", "rate", "cv", "concurrency", "lengths", "slo", "rounds")} | {
+_ONLINE = {name: name for name in ("process", "rate", "cv", "concurrency", "lengths", "slo", "rounds", "stop_when")} | {
     "duration_s": "duration", "think_s": "think_time"
 }  # fmt: skip
 _CONVERSATION = ("rounds", "think_s")
@@ -60,6 +60,9 @@ def _online_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "workload", "an online workload needs a `rate` (requests per second, or sweep) or a `concurrency`"
     if workload.slo is not None:
         yield from _slo_problems(workload.slo)
+    if workload.stop_when is not None and not 0 < workload.stop_when.ci_width <= 1:
+        width = workload.stop_when.ci_width
+        yield "workload.stop_when.ci_width", f"workload.stop_when.ci_width is {width:g}; it must lie in (0, 1]"
     try:
         registry.arrivals(workload)
     except HarnessError as exc:

@@ -68,3 +68,18 @@ def test_what_cannot_be_served_is_one_line(cli):
     assert "context has 4096 tokens" in cli(*fake, "--port", "0", "--max-sequence", "5000", code=2).stderr
     assert "a job has no 'workload'" in cli(*fake, "--set", "workload.gen_len=3", code=2).stderr
     assert "nowhere.invalid" in cli(*fake, "--host", "nowhere.invalid", code=2).stderr
+
+
+def test_streams_that_the_drain_does_not_wait_for_are_told(cli):
+    process = cli.start("serve", "--model", "fake", "--engine", "fake", "--port", "0", "--set", "options.sleep_s=0.02",
+                        "--memory", "1GiB", "--drain", "0.3")  # fmt: skip
+    try:
+        port = int(re.search(r"127\.0\.0\.1:(\d+)", read_to(process, "is served at"))[1])
+        streams = [stream(port, 4000)[0] for _ in range(3)]
+        process.send_signal(signal.SIGTERM)
+        for response in streams:
+            last = response.read().decode().strip().rsplit("\n\n", 1)[-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is shutting down"
+        assert process.wait(30) == 0 and "Traceback" not in process.stderr.read()
+    finally:
+        end(process)

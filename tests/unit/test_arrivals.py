@@ -150,6 +150,8 @@ def test_a_suites_keys_become_the_workload() -> None:
         ({"slo": {}}, "sets no limit"),
         ({"slo": {"ttft_s": 0}}, "workload.slo.ttft_s is 0; it must be more than 0"),
         ({"slo": {"ttft_s": 1, "attainment": 1.5}}, "it must lie in"),
+        ({"stop_when": {"ci_width": 5}}, "workload.stop_when.ci_width is 5; it must lie in"),
+        ({"stop_when": {"width": 0.05}}, "unknown key 'width' in stop_when"),
         ({"lengths": {"prompt": "constant(3)", "outputs": "constant(3)"}}, "unknown key 'outputs' in workload.lengths"),
         ({"duration_s": 3}, "did you mean 'duration'"),
         ({"rate": "swept"}, "expected a number or 'sweep'"),

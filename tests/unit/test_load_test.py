@@ -1,6 +1,7 @@
 """The load generator: who is sent when, latencies from when a request was due, sweeps, and what a launch says of it."""
 
 import math
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from engines.adapters.fake import MODEL, FakeEngine
 from harness import api, registry
 from harness.api import Conversation, ServedRate, ServedRequest, Slo, Turn, WorkloadSpec
 from harness.common.serving_figures import attainment, figures, gaps, within
+from harness.run.early_stop import is_close
 from harness.run.load_plan import LoadPlan, Session
 from harness.run.load_test import LoadTest
 from harness.run.online import OnlineRun, metrics_of, notes_of, sequence_lengths
@@ -262,6 +264,43 @@ def test_a_sweep_of_the_fake_engine_repeats_exactly_and_ends_near_its_capacity()
     assert 1.3 < best["highest_req_s"] < 2.5  # 10 tokens/s, 4 tokens a request
     assert best["saturated_tok_s"] == pytest.approx(10.0, rel=0.15)
     assert any("cancelled beyond saturation" in note for note in notes_of(first)) or len(first) > 2
+
+
+def test_a_rate_ends_once_its_latency_is_known_closely_enough() -> None:
+    """Evenly spaced equal requests do not differ; bursts do, and are measured for their whole time."""
+    wanted = api.StopWhen(0.05)
+    even, burst = (
+        run(spec_of(rate=1.0, duration_s=400.0, stop_when=wanted, **process), rate_tok_s=100.0)[0]
+        for process in ({"process": "constant"}, {"process": "gamma", "cv": 8.0})
+    )
+    assert 100 <= len(even.requests) < 130
+    assert even.window_s == pytest.approx(len(even.requests), abs=2.0), "offered rates are over the time of arrivals"
+    assert figures(even, None)["offered_req_s"] == pytest.approx(1.0, abs=0.02)
+    assert all(r.outcome == "ok" for r in even.requests)
+    assert burst.window_s == 400.0
+
+
+@pytest.mark.parametrize("width", [0.1, 0.3])
+def test_an_interval_of_batch_means_holds_the_mean_as_often_as_it_says(width: float) -> None:
+    """Of waiting times that depend on those before them: where a sample is called close, its mean is."""
+    close = right = 0
+    for seed in range(300):
+        rng, wait, served = random.Random(seed), 1.0, []
+        for i in range(400):
+            wait = max(0.01, 1.0 + 0.5 * (wait - 1.0) + rng.gauss(0, 0.2))
+            served.append(request(float(i), i + wait))
+        if is_close(served, ["ttft_s"], width):
+            close += 1
+            right += abs(sum(r.ttft_s for r in served) / len(served) - 1.0) <= width / 2
+    assert close > 30
+    assert right >= 0.9 * close
+
+
+def test_a_refused_request_or_too_few_tell_nothing() -> None:
+    served = [request(float(i), i + 1.0) for i in range(100)]
+    assert is_close(served, ["ttft_s"], 0.01)
+    assert not is_close(served[:99], ["ttft_s"], 0.01)
+    assert not is_close([*served, request(100.0, outcome="refused")], ["ttft_s"], 0.01)
 
 
 def test_a_request_that_is_too_slow_alone_ends_a_sweep() -> None:

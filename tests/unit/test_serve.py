@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from unittest import mock
 
+import jsonschema
 import openai
 import pytest
 import uvicorn
@@ -47,6 +48,11 @@ def test_a_completion_is_the_engine_s_whole_or_in_pieces(client):
     assert [piece.finish_reason for piece in pieces] == [None] * 6 + ["length"]
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
     assert len({chunk.id for chunk in chunks}) == 1
+    stream = client.completions.create(
+        model="fake", prompt="hi", max_tokens=6, seed=3, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    assert [chunk.usage.completion_tokens for chunk in stream] == [1, 2, 3, 4, 5, 6, 6, 6]
 
 
 def test_a_chat_is_rendered_and_streamed(client):
@@ -372,3 +378,30 @@ def test_many_clients_of_which_a_third_goes_away_are_not_mixed_up():
         until(lambda: loop.pending == 0)
     for i, text in enumerate(texts):
         assert text is None if i % 3 == 2 else text == alone(f"client {i}".encode(), 4 + i % 9, seed=i)
+
+
+def test_the_schema_of_the_interface_takes_what_the_server_takes(port):
+    """And every path says what an error is."""
+    paths = ask(port, "/openapi.json", method="GET")[1]["paths"]
+
+    def takes(path, body):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        told = jsonschema.Draft202012Validator(schema).is_valid(body)
+        assert told == (ask(port, path, body)[0].status == 200), body
+        return told
+
+    settings = {"max_tokens": 1, "n": 2, "stop": ["a"], "logprobs": 1, "stream": False}
+    assert all(takes("/v1/completions", {"prompt": p, **settings}) for p in ("a", [97], ["a", "b"], [[97], [98]]))
+    assert not takes("/v1/completions", {"prompt": "a", "max_tokns": 1})
+    assert not takes("/v1/completions", {"prompt": 3})
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_completion_tokens": 1}
+    assert takes("/v1/chat/completions", chat)
+    assert not takes("/v1/chat/completions", {**chat, "messages": []})
+    assert takes("/tokenize", {"prompt": "a"})
+    assert all("default" in method["responses"] for path in paths.values() for method in path.values())
+
+
+def test_a_method_that_a_path_does_not_take_is_told_with_those_it_does(port):
+    response, answer = ask(port, "/v1/completions", method="DELETE")
+    assert response.status == 405 and response.headers["allow"] == "POST"
+    assert "does not take DELETE" in answer["error"]["message"]

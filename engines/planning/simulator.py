@@ -16,7 +16,7 @@ from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_byte
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage
-from engines.offload.pass_ops import attention_overlaps, pass_ops
+from engines.offload.pass_ops import attention_overlaps, pass_ops, tiles_held
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduled_chunk import ScheduledChunk
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
@@ -93,8 +93,11 @@ class Simulator:
         slots = min(placed.plan.slots, sum(self._streamed))
         overlapped = policy.nano_count > 1 and policy.nano_overlap
         overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
+        order = policy.nano_order
+        if order and tiles_held(pass_ops(self._streamed, spans, order.nano_batches, overlaps, order)) >= max(1, slots):
+            order = None
         #: The operations of a pass by its number of batches.
-        self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps))
+        self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps, order=order))
         #: The share of a pass's rows that each expert's matrix multiplies.
         self._shares = placed.usage.row_shares()
         #: By rows of a pass, the probability that it needs each tile.
@@ -171,11 +174,11 @@ class Simulator:
                 arrivals[op.tile] = self._load(tile)
             elif op.kind == "multiply":
                 counts = logits_rows if tile.file.startswith(OUTSIDE) else rows
-                count = sum(counts) if op.batch < 0 else counts[op.batch]
+                count = sum(count for batch, count in enumerate(counts) if op.includes(batch))
                 self._wait(arrivals.get(op.tile, 0.0))
                 tiles = self.placed.tiles[op.tile : op.tile + op.count]
                 self._compute(tile.matrix, slowdown * sum(self._product(tile, count) for tile in tiles))
-                if op.tile in arrivals and op.batch in (-1, batches - 1):
+                if op.tile in arrivals and op.last:
                     self._free_slots.append(self._now)
             elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
                 # all work between the products of a layer is counted here, once

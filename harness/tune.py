@@ -44,8 +44,8 @@ class TuneJob:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found: a layer's times, the pipeline, token/s of each turn by the policy's `nano_batches`, which of these
-    was kept, why."""
+    """What was found: a layer's times, the pipeline, token/s of each turn by the policy's `nano_batches`, which of
+    these was kept, why."""
 
     times: LayerTimes
     pipeline: NanoPipeline

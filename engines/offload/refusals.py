@@ -11,8 +11,8 @@ def refuse(policy: OffloadPolicy, limits: HardwareLimits, model: LocalModel | No
             raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
     if (order := policy.nano_order) is not None:
         if limits.gpu and order.attention < 1:
-            raise UnsupportedError("policy.nano_batches: attention= is a share of the host's threads; beside a device set "
-                                   "options.attention_units")  # fmt: skip
+            raise UnsupportedError("policy.nano_batches: attention= is a share of the host's threads; beside a device "
+                                   "set options.attention_units")  # fmt: skip
         if model is not None and model.shape.params_idle and max(order.parts["UG"], order.parts["D"]) > 1:
             raise UnsupportedError("policy.nano_batches: experts are multiplied for all nano-batches at once: give the "
                                    "order one UG0 and one D0")  # fmt: skip

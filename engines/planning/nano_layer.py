@@ -94,8 +94,8 @@ def published_interference(memory: Mapping[float, float] | None = None) -> Inter
 
 
 def measured_layer(shape: ModelShape, times: LayerTimes) -> list[LayerOperation]:
-    """A layer of a model by times that were measured. Up and gate count as one operation. Experts are multiplied for all
-    nano-batches at once, as it takes all of them to know which are needed."""
+    """A layer of a model by times that were measured. Up and gate count as one operation. Experts are multiplied for
+    all nano-batches at once, as it takes all of them to know which are needed."""
     queries = shape.hidden * shape.num_heads * shape.head_dim
     gated = round(shape.forward_stored / (shape.hidden * shape.ffn)) % 3 == 0
     down = shape.forward_params // (3 if gated else 2)

@@ -43,11 +43,10 @@ class OffloadPolicy:
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
     arithmetic alternate. A sweep splits its batch into `nano_batches`: a number of them, a NanoOrder as text, or `auto`
     for what `harness tune` kept for the model on this machine, else 1; with `nano_overlap` the attention of one runs
-    beside the products of another.
-    `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
-    between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks that hold a part of every matrix
-    each instead, and add up their products. With `async_scheduling` a pass is formed while the one before computes,
-    where the engine gains by it.
+    beside the products of another. `pipeline`: ranks, each a process with its own limits, that hold a part of the
+    layers each; hidden states travel between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks
+    that hold a part of every matrix each instead, and add up their products. With `async_scheduling` a pass is formed
+    while the one before computes, where the engine gains by it.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -96,7 +95,7 @@ class OffloadPolicy:
 
     @property
     def nano_order(self) -> NanoOrder | None:
-        """The order of products that `nano_batches` gives, if it does. Raises HarnessError if none can be made of it."""
+        """The order of products that `nano_batches` gives, if it is one. Raises HarnessError for one that cannot run."""
         if isinstance(self.nano_batches, int) or self.nano_batches == "auto":
             return None
         return NanoOrder.parse(self.nano_batches)

@@ -76,9 +76,7 @@ def test_attention_runs_on_the_threads_whose_units_it_has(units, share):
     for start, name in enumerate(("O", "UG", "D"), 3):
         operations.append(api.NanoOperation(f"GEMM-{name}", "compute", 0, 0, (0.0, 1.0), start, start + 1, 1.0))
     order = order_of(api.NanoPipeline(tuple(operations), 8.0), times)
-    assert order == NanoOrder(
-        (("KQV", 0), ("KQV", 1), ("O", 0), ("UG", 0), ("D", 0)), cut=0.4, attention=share
-    )
+    assert order == NanoOrder((("KQV", 0), ("KQV", 1), ("O", 0), ("UG", 0), ("D", 0)), cut=0.4, attention=share)
 
 
 SECONDS = st.floats(0.01, 10)

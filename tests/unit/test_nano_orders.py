@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engines.offload.executor import Executor
 from engines.offload.pass_ops import attention_overlaps, pass_ops, tiles_held
+from engines.offload.refusals import refuse
 from engines.offload.scheduled_chunk import ActiveSequence, ScheduledChunk, split
 from harness import api
 from harness.api import NanoOrder
@@ -48,17 +49,16 @@ def test_an_order_runs_each_product_once_and_in_turn(order, layers):
     ],
 )
 def test_an_order_that_cannot_run_is_one_line(text, said):
-    with pytest.raises(api.HarnessError, match="policy.nano_batches: ") as raised:
+    with pytest.raises(api.HarnessError, match=r"policy\.nano_batches: ") as raised:
         api.OffloadPolicy(schedule="sweep", nano_batches=text).validate()
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_orders_are_refused_where_they_have_no_effect(tmp_path):
-    refuse = pytest.importorskip("engines.offload.refusals").refuse
     with pytest.raises(api.HarnessError, match="leave one out"):
         api.OffloadPolicy(schedule="sweep", nano_batches=NANOFLOW, nano_overlap=False).validate()
     order = api.OffloadPolicy(schedule="sweep", nano_batches=f"{NANOFLOW} attention=0.5")
-    with pytest.raises(api.UnsupportedError, match="set options.attention_units"):
+    with pytest.raises(api.UnsupportedError, match=r"set options\.attention_units"):
         refuse(order, api.HardwareLimits(device_memory=1 << 30), None)
     mixture = tiny(tmp_path, "mixtral", **OTHERS["mixtral"])
     with pytest.raises(api.UnsupportedError, match="give the order one UG0 and one D0"):

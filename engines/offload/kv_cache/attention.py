@@ -22,9 +22,9 @@ from engines.offload.timeline import Timeline
 class AttentionContext:
     """What every attention of a loaded model shares.
 
-    `kernel_beside`: `kernel` where it runs beside products. `value_topk`: see AttentionSpec. `hadamard` spreads outlier columns of keys and values before they are quantized;
-    None where they are not. `run` executes a task, perhaps beside the products of other batches. `first_layer`: the
-    model's number of the first layer that is loaded.
+    `kernel_beside`: `kernel` where it runs beside products. `value_topk`: see AttentionSpec. `hadamard` spreads outlier
+    columns of keys and values before they are quantized; None where they are not. `run` executes a task, perhaps beside
+    the products of other batches. `first_layer`: the model's number of the first layer that is loaded.
     """
 
     cache: PagedCache

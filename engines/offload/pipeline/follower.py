@@ -43,8 +43,8 @@ class Follower:
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
             cache=loaded.cache, kernel=loaded.attention, kernel_beside=loaded.attention_beside,
-            timeline=loaded.timeline, device=loaded.device, run=self._executor.attend, value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard,
-            first_layer=stage.first,
+            timeline=loaded.timeline, device=loaded.device, run=self._executor.attend,
+            value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard, first_layer=stage.first,
         )  # fmt: skip
         loaded.meta_model.put_together_by(links)
         self._inbox: queue.Queue[_Next] = queue.Queue(_AHEAD)

@@ -95,7 +95,7 @@ class OffloadPolicy:
 
     @property
     def nano_order(self) -> NanoOrder | None:
-        """The order of products that `nano_batches` gives, if it is one. Raises HarnessError for one that cannot run."""
+        """The order of products that `nano_batches` is, if any. Raises HarnessError for one that cannot run."""
         if isinstance(self.nano_batches, int) or self.nano_batches == "auto":
             return None
         return NanoOrder.parse(self.nano_batches)

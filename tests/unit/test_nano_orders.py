@@ -131,7 +131,7 @@ def test_halves_are_as_large_as_the_cut_says(count, text, sizes):
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(orders=st.lists(nano_orders(), min_size=3, max_size=3))
 def test_answers_in_any_order_are_those_without_nano_batches(model, reference, cache, load, orders):
     """Weights on disk in part; keys and values of eight bits on disk too; and activations beside weights of four."""

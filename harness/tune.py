@@ -44,13 +44,13 @@ class TuneJob:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found: a layer's times, the pipeline, token/s of each turn by number of nano-batches, the number that
-    was kept, why."""
+    """What was found: a layer's times, the pipeline, token/s of each turn by the policy's `nano_batches`, which of
+    these was kept, why."""
 
     times: LayerTimes
     pipeline: NanoPipeline
-    rates: Mapping[int, Sequence[float]]
-    kept: int
+    rates: Mapping[int | str, Sequence[float]]
+    kept: int | str
     why: str
 
 
@@ -74,33 +74,36 @@ def tune(job: TuneJob, progress: Progress) -> Tuned:
     trial = _Trial(job, cell, model, progress)
     with engine_errors("offload"):
         first, read_s = trial.run(1, 0)
-        rates: dict[int, list[float]] = {1: [first]}
+        rates: dict[int | str, list[float]] = {1: [first]}
         times = probe.layer_times(
             job.cache, model, cell.policy, job.requests, mean_cached_length(trial.lengths), read_s,
             lambda what: progress.note(f"measuring {what}"),
         )  # fmt: skip
-        pipeline = registry.nano_search().search_measured(model.shape, times)
-        if (found := pipeline.nano_batches) > 1:
+        search = registry.nano_search()
+        pipeline = search.search_measured(model.shape, times)
+        if (order := search.order_of(pipeline, times)) is not None:
+            found = str(order)
             rates[found] = [trial.run(found, 0)[0]]
             for turn in range(1, job.turns):
-                for count in (1, found) if turn % 2 else (found, 1):
-                    rates[count].append(trial.run(count, turn)[0])
+                for tried in (1, found) if turn % 2 else (found, 1):
+                    rates[tried].append(trial.run(tried, turn)[0])
     kept, why = choose(rates)
     with os_errors(f"cannot write {job.cache}", "choose another --cache-dir"):
         KeptNanoBatches(job.cache).keep(model.shape, cell.policy, kept)
     return Tuned(times, pipeline, rates, kept, why)
 
 
-def choose(rates: Mapping[int, Sequence[float]]) -> tuple[int, str]:
-    """The number of nano-batches to keep by token/s of each turn, and why. Without nano-batches unless the slowest turn
-    with them is faster than the fastest without."""
-    if len(rates) == 1:
+def choose(rates: Mapping[int | str, Sequence[float]]) -> tuple[int | str, str]:
+    """The nano-batches to keep by token/s of each turn, without any as 1; and why. None unless the slowest turn with
+    them is faster than the fastest without."""
+    others = [tried for tried in rates if tried != 1]
+    if not others:
         return 1, "the search finds no nano-batches that would shorten a pass"
-    count = max(rates)
-    gain = median(rates[count]) / median(rates[1]) - 1
-    if min(rates[count]) > max(rates[1]):
-        return count, f"every turn with {count} nano-batches was faster than all without, {gain:+.1%} by their medians"
-    return 1, f"{count} nano-batches are not clearly faster ({gain:+.1%} by the medians of turns that overlap)"
+    [found] = others
+    gain = median(rates[found]) / median(rates[1]) - 1
+    if min(rates[found]) > max(rates[1]):
+        return found, f"every turn with nano-batches was faster than all without, {gain:+.1%} by their medians"
+    return 1, f"nano-batches are not clearly faster ({gain:+.1%} by the medians of turns that overlap)"
 
 
 def _require_tunable(cell: RunSpec) -> None:
@@ -125,7 +128,7 @@ class _Trial:
         self._first = True
         self.lengths = [(job.prompt_len, job.gen_len)] * job.requests
 
-    def run(self, nano_batches: int, turn: int) -> tuple[float, float]:
+    def run(self, nano_batches: int | str, turn: int) -> tuple[float, float]:
         """Loads the model and runs the job: generated token/s, and seconds in which a pass reads a layer's weights."""
         cell = replace(self._cell, policy=replace(self._cell.policy, nano_batches=nano_batches))
         shown = partial(self._progress.advance, "loading")
@@ -138,7 +141,7 @@ class _Trial:
             metrics = engine.trace().metrics
         rate = self._job.requests * self._job.gen_len / seconds
         self._first = False
-        what = f"{nano_batches} nano-batches" if nano_batches > 1 else "no nano-batches"
+        what = "no nano-batches" if nano_batches == 1 else "nano-batches"
         self._progress.note(f"turn {turn + 1}, {what}: {rounded(rate)} token/s")
         return rate, metrics["task_load_weights_s"] / metrics["passes"] / self._model.shape.num_layers
 

@@ -16,7 +16,7 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
 from engines.offload.model.activation_offload import pause
 from engines.offload.model.layer_products import PackedBatch
-from engines.offload.pass_ops import ALL, Op, pass_ops
+from engines.offload.pass_ops import Op, pass_ops
 from engines.offload.running_batch import Attending, RunningBatch
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, ResidentRun, resident_runs
 from harness.api import HarnessError
@@ -72,7 +72,7 @@ class Executor:
 
     def _ops_of(self, streamed: Sequence[bool], spans: Sequence[range], batches: int) -> Sequence[Op]:
         """The operations of a pass, without those for which a batch that is alone does not stop."""
-        ops = pass_ops(streamed, spans, batches, self._loaded.overlaps)
+        ops = pass_ops(streamed, spans, batches, self._loaded.overlaps, self._loaded.policy.nano_order)
         unstopped = {i for run in self._whole.values() for i in run.indices if batches == 1}
         return [op for op in ops if op.tile not in unstopped]
 
@@ -88,7 +88,7 @@ class Executor:
                     self._stream.skip()
             elif op.kind == "multiply":
                 self._multiply(op, batches, in_ring)
-                is_last = op.tile + op.count == len(self._tiles) and op.batch in (ALL, len(batches) - 1)
+                is_last = op.last and op.tile + op.count == len(self._tiles)
                 if is_last and meanwhile is not None:
                     self._call_beside_product(meanwhile)
             elif op.kind == "resume":
@@ -105,13 +105,13 @@ class Executor:
             return
         began = self._timeline.now()
         if self._product is None:
-            requests = self._requests(tile.matrix, op.batch, batches)
+            requests = self._requests(tile.matrix, op, batches)
             self._product = JointGemm(requests, self._outputs[tile.matrix], self._loaded.gemms[tile.stored])
             for batch, rows in zip(batches, self._product.parts, strict=True):
                 batch.answer = batch.answer if rows is None else rows
         if op.tile in in_ring:
             number = self._add(tile, in_ring[op.tile])
-            if op.batch in (ALL, len(batches) - 1):
+            if op.last:
                 del in_ring[op.tile]
                 self._in_use.append(number)
         elif op.tile in self._resident:
@@ -171,12 +171,12 @@ class Executor:
             self._in_use.popleft()
             self._stream.release()
 
-    def _requests(self, matrix: str, number: int, batches: Sequence[RunningBatch]) -> list[GemmRequest | None]:
-        """The requests that batch `number`, or each batch for ALL, has stopped for. All are for `matrix`, unless it is
-        an expert's, which a batch may skip (None)."""
+    def _requests(self, matrix: str, op: Op, batches: Sequence[RunningBatch]) -> list[GemmRequest | None]:
+        """The requests that an operation's batches have stopped for; None for others. All are for `matrix`, unless it
+        is an expert's, which a batch may skip (None)."""
         requests: list[GemmRequest | None] = []
         for k, batch in enumerate(batches):
-            request = batch.stopped_for if number in (ALL, k) else None
+            request = batch.stopped_for if op.includes(k) else None
             if request is not None and request.matrices[0] != matrix:
                 if not self._experts.is_expert(matrix):
                     raise HarnessError(f"the model needs {request.matrices[0]}, but its dry pass had {matrix} here")
@@ -196,7 +196,7 @@ class Executor:
     def attend(self, task: AttentionTask) -> torch.Tensor:
         """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
         if self._batches > 1 and self._loaded.overlaps:
-            attending = Attending(task, self._loaded.device.run_async(task.launch))
+            attending = Attending(task, self._loaded.device.run_async(partial(task.launch, beside=True)))
             return torch.as_tensor(getcurrent().parent.switch(attending))
         task.launch()
         if self._batches > 1 and self._loaded.cache.host_attention is not None:

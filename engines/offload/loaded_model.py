@@ -70,7 +70,8 @@ class LoadedModel:
     """What loader.load makes, the runner and the executor use, and the engine closes.
 
     Weights: `resident` tiles (stored bytes by index) stay where they are multiplied, the others come from `stream`;
-    `gemms` multiply them, by how they are stored. `overlaps`: attentions that run beside other batches' products.
+    `gemms` multiply them, by how they are stored. `overlaps`: attentions that run beside other batches' products, by
+    `attention_beside`, in the order of `policy.nano_order` if it has one.
     `expert_usage`: how often a pass needs an expert, as far as it was known; `expert_counts` counts on.
     `hadamard`: None where keys and values are not quantized. `io_compute_balance_rows`: rows at which a pass computes
     as long as its weights take to stream. `check_tables`: raises HarnessError where a mapped table was cut meanwhile.
@@ -91,6 +92,7 @@ class LoadedModel:
     overlaps: Sequence[AttentionOverlap]
     cache: PagedCache
     attention: AttentionKernel
+    attention_beside: AttentionKernel
     hadamard: Hadamard | None
     activation_offload: ActivationOffload | None
     io_compute_balance_rows: int

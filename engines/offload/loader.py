@@ -24,7 +24,7 @@ from engines.offload.model.direct_calls import call_directly
 from engines.offload.model.fused_norms import fuse_rms_norms
 from engines.offload.model.fused_rotary import fuse_rotary
 from engines.offload.model.meta_model import MetaModel
-from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
+from engines.offload.pass_ops import AttentionOverlap, attention_overlaps, pass_ops, tiles_held
 from engines.offload.prefill_budget import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
@@ -97,14 +97,13 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         *_buffered(reader.direct or not streamed, cache, offload),
     ]
     overlaps: Sequence[AttentionOverlap] = ()
+    kernel_beside = kernel
     if policy.nano_count > 1 and policy.nano_overlap:
-        is_streamed = [i not in plan.resident for i in range(len(tiles))]
-        group_of = {matrix.name: matrix.group for matrix in meta_model.matrices}
-        groups = [group_of[join[0]] for join in meta_model.joins]
-        spans = joined_spans(matrix_spans(tiles), meta_model.joins)
-        overlaps = attention_overlaps(spans, groups, meta_model.attends, is_streamed, stream.slots)
-        if not overlaps:
-            notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
+        overlaps, policy, note = _overlaps(meta_model, tiles, plan, policy, stream.slots)
+        notes.append(note)
+        if (order := policy.nano_order) and order.attention < 1:
+            threads = max(1, round(order.attention * host_kernels.threads))
+            kernel_beside = HostKernels(host_kernels.cache, threads).attention(needs.cache, sparse)
     realised = replace(policy, cpu_attention=cache.host_attention is not None)
     return LoadedModel(
         model=model,
@@ -122,12 +121,34 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         overlaps=overlaps,
         cache=cache,
         attention=kernel,
+        attention_beside=kernel_beside,
         hadamard=None if policy.kv_bits == 16 else backend.kernels.hadamard(),
         activation_offload=offload,
         io_compute_balance_rows=balance,
         timeline=timeline,
         report=_report(model.shape, realised, plan, backend.placement(), gemm.arithmetic, notes),
     )
+
+
+def _overlaps(
+    model: MetaModel, tiles: Sequence[WeightTile], plan: MemoryPlan, policy: OffloadPolicy, slots: int
+) -> tuple[Sequence[AttentionOverlap], OffloadPolicy, str]:
+    """Which attentions nano-batches overlap in a ring of so many slots; the policy, without an order of products that
+    would need more of them; and a note on what is missing, or nothing."""
+    streamed = [i not in plan.resident for i in range(len(tiles))]
+    group_of = {matrix.name: matrix.group for matrix in model.matrices}
+    spans = joined_spans(matrix_spans(tiles), model.joins)
+    groups = [group_of[join[0]] for join in model.joins]
+    overlaps, order = attention_overlaps(spans, groups, model.attends, streamed, slots), policy.nano_order
+    apart = replace(policy, nano_batches=policy.nano_count)
+    if not overlaps:
+        return overlaps, apart, "nano-batches do not overlap: what a layer multiplies before attention fills the ring"
+    if order is not None:
+        held = tiles_held(pass_ops(streamed, spans, order.nano_batches, overlaps, order))
+        if held >= max(1, slots):
+            return overlaps, apart, (f"the order of nano_batches keeps {held} tiles, and the ring has {slots}: "
+                                     "nano-batches overlap attention only")  # fmt: skip
+    return overlaps, policy, ""
 
 
 def _fuse(model: MetaModel, kernels: KernelSet) -> None:

@@ -38,6 +38,7 @@ class ModelRunner:
         attention = AttentionContext(
             cache=loaded.cache,
             kernel=loaded.attention,
+            kernel_beside=loaded.attention_beside,
             timeline=loaded.timeline,
             device=loaded.device,
             run=self._executor.attend,

@@ -78,7 +78,8 @@ class PassFormer:
         scheduled = scheduler.next_pass(now_s, ahead)
         counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
         counts.preemptions += scheduler.preemptions - before[1]
-        batches = [part for batch in scheduled for part in split(batch, self._loaded.policy.nano_count)]
+        policy = self._loaded.policy
+        batches = [part for batch in scheduled for part in split(batch, policy.nano_count, policy.nano_order)]
         return Flight(scheduler, batches, scheduler.changes)
 
     def _metadata(self, flight: Flight[S]) -> list[BatchMetadata]:

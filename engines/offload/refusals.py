@@ -9,6 +9,13 @@ def refuse(policy: OffloadPolicy, limits: HardwareLimits, model: LocalModel | No
     for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
         if getattr(policy, field) != 1 and policy.schedule != schedule:
             raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
+    if (order := policy.nano_order) is not None:
+        if limits.gpu and order.attention < 1:
+            raise UnsupportedError("policy.nano_batches: attention= is a share of the host's threads; beside a device "
+                                   "set options.attention_units")  # fmt: skip
+        if model is not None and model.shape.params_idle and max(order.parts["UG"], order.parts["D"]) > 1:
+            raise UnsupportedError("policy.nano_batches: experts are multiplied for all nano-batches at once: give the "
+                                   "order one UG0 and one D0")  # fmt: skip
     if policy.cpu_attention and not limits.gpu:
         raise UnsupportedError("policy.cpu_attention: without a device all attention is the host's: leave it out")
     if policy.tensor > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engines.offload.memory.kv_blocks import blocks_for
+from harness.api import NanoOrder
 
 
 class ActiveSequence:
@@ -91,13 +92,19 @@ class ScheduledChunk(Generic[S]):
         return blocks_for(self.cached + self.count) - len(self.block_table)
 
 
-def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
-    """Splits a batch into at most `count` nano-batches with similar numbers of rows, in order."""
+def split(
+    batch: Sequence[ScheduledChunk[S]], count: int, order: NanoOrder | None = None
+) -> list[list[ScheduledChunk[S]]]:
+    """Splits a batch into at most `count` nano-batches, in order, with similar numbers of rows, or those of an `order`
+    where there are sequences enough."""
+    order = order if order is not None and order.cut != 0.5 and len(batch) >= count else None
     count = min(count, len(batch))
     total, rows = sum(chunk.count for chunk in batch), 0
     nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
     for chunk in batch:
-        nano_batches[min(count - 1, count * (2 * rows + chunk.count) // (2 * total))].append(chunk)
+        middle = 2 * rows + chunk.count
+        part = count * middle // (2 * total) if order is None else int(count * order.share(middle / (2 * total)))
+        nano_batches[min(count - 1, part)].append(chunk)
         rows += chunk.count
     return [chunks for chunks in nano_batches if chunks]
 

@@ -4,7 +4,7 @@ Source: NanoFlow (Zhu et al. 2025), section 4 and table 2. A layer's weights may
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.models.shapes import shape
 from engines.planning.interference import Interference
@@ -100,7 +100,8 @@ def network_points() -> tuple[tuple[float, float], ...]:
 
 
 def measured_layer(shape: ModelShape, times: LayerTimes) -> list[LayerOperation]:
-    """A layer of a model by times that were measured. Up and gate count as one operation."""
+    """A layer of a model by times that were measured. Up and gate count as one operation. Experts are multiplied for
+    all nano-batches at once, as it takes all of them to know which are needed."""
     queries = shape.hidden * shape.num_heads * shape.head_dim
     gated = round(shape.forward_stored / (shape.hidden * shape.ffn)) % 3 == 0
     down = shape.forward_params // (3 if gated else 2)
@@ -112,4 +113,6 @@ def measured_layer(shape: ModelShape, times: LayerTimes) -> list[LayerOperation]
     }
     seconds = {name: count * times.weight_s for name, count in weights.items()}
     seconds |= {"DecodeAttention": times.attention_s, "ReadWeights": times.read_s}
-    return layer_operations(seconds, {"compute": times.cut})
+    operations = layer_operations(seconds, {"compute": times.cut})
+    whole = ("GEMM-UG", "GEMM-D") if shape.params_idle else ()
+    return [replace(one, most_parts=1) if one.name in whole else one for one in operations]

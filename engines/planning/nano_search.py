@@ -8,13 +8,15 @@ there as long as the pipeline becomes shorter.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 
 from engines.planning.interference import LEAST_UNITS, Interference
 from engines.planning.nano_layer import LayerOperation, measured_layer
 from engines.planning.nano_schedule import Cuts, Timed, followers_of, schedule, tasks_of
-from harness.api import LayerTimes, ModelShape, NanoOperation, NanoPipeline
+from harness.api import HarnessError, LayerTimes, ModelShape, NanoOperation, NanoOrder, NanoPipeline
 
 Key = tuple[str, int]
 Units = Mapping[Key, float]
@@ -32,11 +34,46 @@ _SHARES = (0.1, 0.2, 0.3)
 _SHORTER = 1e-6
 #: Layers of the pipeline for a measured model: enough for a steady state.
 _SHOWN = 4
+#: Products by the operation that they are.
+_PRODUCT = "GEMM-"
 
 
 def search_measured(shape: ModelShape, times: LayerTimes) -> NanoPipeline:
     """The pipeline for a model whose layer was measured; some of its layers."""
     return search(measured_layer(shape, times), Interference(times.beside), min(_SHOWN, shape.num_layers))
+
+
+def order_of(pipeline: NanoPipeline, times: LayerTimes | None = None) -> NanoOrder | None:
+    """The order of products by which an engine runs a pipeline; None for one that cuts no product.
+
+    It is that of the products between the starts of two layers in the middle, where that is a whole layer's; else that
+    of one layer's. `times`: those the pipeline was searched with, which tell on how many threads attention ran.
+    """
+    products = [one for one in pipeline.operations if one.name.startswith(_PRODUCT)]
+    first = [one for one in products if one.name == "GEMM-KQV" and one.part == 0]
+    if pipeline.parts["GEMM-KQV"] == 1:
+        return None
+    middle = first[len(first) // 2]
+    following = [one for one in first if one.layer == middle.layer + 1]
+    window = [one for one in products if following and middle.start_s <= one.start_s < following[0].start_s]
+    layer = [one for one in products if one.layer == middle.layer]
+    beside = [one.units for one in pipeline.operations if one.name == "DecodeAttention" and one.units < 1]
+    rows = {one.part: one.rows for one in layer if one.name == "GEMM-KQV"}
+    shares = {
+        "cut": rows[len(rows) // 2][0],
+        "attention": _threads_of(median(beside or [1.0]), times.attention if times else ()),
+    }
+    for found in (window, layer):
+        with suppress(HarnessError):
+            return NanoOrder(tuple((one.name.removeprefix(_PRODUCT), one.part) for one in found), **shares)
+    return NanoOrder(NanoOrder.apart(len(rows)).products, **shares)
+
+
+def _threads_of(units: float, points: Sequence[tuple[float, float]]) -> float:
+    """The share of the threads that came nearest to so many `units`; all where attention has all units."""
+    if units == 1 or not points:
+        return 1.0
+    return min(points, key=lambda point: abs(point[0] - units))[1]
 
 
 def search(operations: Sequence[LayerOperation], interference: Interference, layers: int) -> NanoPipeline:

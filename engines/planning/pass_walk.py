@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from engines.offload.memory.layout import OUTSIDE, WeightTile, matrix_spans
-from engines.offload.pass_ops import attention_overlaps, pass_ops
+from engines.offload.pass_ops import attention_overlaps, pass_ops, tiles_held
 from harness.api import OffloadPolicy
 
 #: Matrices of a layer before its attention: queries, keys and values.
@@ -34,23 +34,24 @@ class PassWalk(ABC):
         overlapped = policy.nano_count > 1 and policy.nano_overlap
         held = min(slots, sum(streamed))
         overlaps = attention_overlaps(spans, files, attends, streamed, held) if overlapped else ()
+        order = policy.nano_order
+        if order and tiles_held(pass_ops(streamed, spans, order.nano_batches, overlaps, order)) >= max(1, held):
+            order = None
         #: The operations of a pass by its number of batches.
-        self._pass_ops = cache(partial(pass_ops, streamed, spans, overlaps=overlaps))
+        self._pass_ops = cache(partial(pass_ops, streamed, spans, overlaps=overlaps, order=order))
 
     def _walk(self, rows: Sequence[int], logits_rows: Sequence[int]) -> None:
         """Walks a pass. By batch: its rows, and those of them that need logits."""
-        batches = len(rows)
         arrivals: dict[int, float] = {}
-        ops = self._pass_ops(batches)
+        ops = self._pass_ops(len(rows))
         attended = {op.tile for op in ops if op.kind == "attend"}
         for op in ops:
             if op.kind == "load":
                 arrivals[op.tile] = self._load(self._tiles[op.tile])
             elif op.kind == "multiply":
                 counts = logits_rows if self._tiles[op.tile].file.startswith(OUTSIDE) else rows
-                count = sum(counts) if op.batch < 0 else counts[op.batch]
-                is_last = op.batch in (-1, batches - 1)
-                self._multiply(self._tiles[op.tile : op.tile + op.count], count, arrivals.get(op.tile), is_last)
+                count = sum(count for batch, count in enumerate(counts) if op.includes(batch))
+                self._multiply(self._tiles[op.tile : op.tile + op.count], count, arrivals.get(op.tile), op.last)
             elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
                 self._attend(self._attends[op.tile], op.batch, op.kind == "attend")
             elif op.tile in attended:

@@ -12,18 +12,18 @@ from engines.offload.scheduled_chunk import split
 from engines.offload.scheduler import Scheduler
 from engines.planning.simulator import Simulator, Work
 from engines.planning.virtual_pipeline import Group, VirtualLink, Visit, run_pipeline
-from harness.api import HarnessError
+from harness.api import HarnessError, OffloadPolicy
 
 #: Rows of the product whose rate stands for the arithmetic in the balance of a pass.
 _BALANCE_ROWS = 256
 
 
 class ScheduledGroup(Group[Work]):
-    """The sequences of one scheduler, whose batches are split into `nano_count` nano-batches."""
+    """The sequences of one scheduler, whose batches are split into the nano-batches of a `policy`."""
 
-    def __init__(self, scheduler: Scheduler[SimulatedSequence], nano_count: int) -> None:
+    def __init__(self, scheduler: Scheduler[SimulatedSequence], policy: OffloadPolicy) -> None:
         self.scheduler = scheduler
-        self._nano_count = nano_count
+        self._nano = policy.nano_count, policy.nano_order
 
     @property
     def next_arrival_s(self) -> float | None:
@@ -34,7 +34,7 @@ class ScheduledGroup(Group[Work]):
         arrival = self.scheduler.next_arrival_s
         if arrival is None or arrival > now:
             return None
-        batches = [part for batch in self.scheduler.next_pass(now) for part in split(batch, self._nano_count)]
+        batches = [part for batch in self.scheduler.next_pass(now) for part in split(batch, *self._nano)]
         if not batches:
             raise HarnessError("no sequence can go on: the cache is too small for what was let in")
         return batches
@@ -76,7 +76,7 @@ def run_job(
         manager = BlockManager(blocks, offloaded, part=(i, groups))
         budget = job_budget(work, manager.num_blocks, policy, plan, balance, plan.chunk)
         scheduler = make_scheduler(sequences[i::groups], manager, policy, plan, budget, plan.chunk)
-        formed.append(ScheduledGroup(scheduler, policy.nano_count))
+        formed.append(ScheduledGroup(scheduler, policy))
 
     def nbytes(work: Work) -> float:
         return row_bytes * sum(chunk.count for batch in work for chunk in batch)

@@ -61,7 +61,7 @@ from harness.api.launcher import (
     ignore_events,
 )
 from harness.api.machine import LocalModel, MachineRates, ModelDescription, ModelShape
-from harness.api.nano import LayerTimes, NanoOperation, NanoPipeline
+from harness.api.nano import LayerTimes, NanoOperation, NanoOrder, NanoPipeline
 from harness.api.online import Event, FinishedEvent, KVStoreStats, OnlineEngine, OnlineStats, RefusedEvent, TokenEvent
 from harness.api.record import (
     Accuracy,

@@ -8,7 +8,7 @@ from harness.api.common import Bits, Schedule, Tune
 from harness.api.engine import GenerationRequest, Score
 from harness.api.hardware import HardwareProfile
 from harness.api.machine import LocalModel, ModelDescription, ModelShape
-from harness.api.nano import LayerTimes, NanoPipeline
+from harness.api.nano import LayerTimes, NanoOrder, NanoPipeline
 from harness.api.record import Forecast, RunRecord
 from harness.api.spec import HardwareLimits, ModelSpec, OffloadPolicy, RunSpec
 from harness.api.task import Pair, Task, Tokens
@@ -107,6 +107,9 @@ class NanoSearch(Protocol):
 
     def search_measured(self, shape: ModelShape, times: LayerTimes) -> NanoPipeline:
         """The shortest pipeline found for a model whose layer was measured; some of its layers."""
+
+    def order_of(self, pipeline: NanoPipeline, times: LayerTimes | None = None) -> NanoOrder | None:
+        """The order of products by which an engine runs a pipeline; None where none is cut."""
 
 
 class Planner(Protocol):

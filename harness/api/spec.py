@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from harness.api.common import FORBID, Bits, Dtype, HarnessError, Schedule, Status, Tune, UnsupportedError
+from harness.api.nano import NanoOrder
 from harness.api.secrets import secrets_in, without_logins, without_secret_options, without_secrets
 from harness.api.serial import to_json
 from harness.api.workload import WorkloadSpec
@@ -40,12 +41,12 @@ class OffloadPolicy:
     quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`).
     `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. `compute_dtype`: int8 rounds
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
-    arithmetic alternate. A sweep splits its batch into `nano_batches` (`auto`: as many as `harness tune` kept for the
-    model on this machine, else 1); with `nano_overlap` the attention of one runs beside the products of another.
-    `pipeline`: ranks, each a process with its own limits, that hold a part of the layers each; hidden states travel
-    between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks that hold a part of every matrix
-    each instead, and add up their products. With `async_scheduling` a pass is formed while the one before computes,
-    where the engine gains by it.
+    arithmetic alternate. A sweep splits its batch into `nano_batches`: a number of them, a NanoOrder as text, or `auto`
+    for what `harness tune` kept for the model on this machine, else 1; with `nano_overlap` the attention of one runs
+    beside the products of another. `pipeline`: ranks, each a process with its own limits, that hold a part of the
+    layers each; hidden states travel between them in the dtype that is computed in, or in `wire_bits`. `tensor`: ranks
+    that hold a part of every matrix each instead, and add up their products. With `async_scheduling` a pass is formed
+    while the one before computes, where the engine gains by it.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -65,7 +66,7 @@ class OffloadPolicy:
     cpu_attention: bool = False
     value_sparsity: float = 1.0
     overlap: bool = True
-    nano_batches: int | Literal["auto"] = 1
+    nano_batches: int | str = 1
     nano_overlap: bool = True
     prefill_chunk: int | None = None
     threads: int | None = None
@@ -88,7 +89,16 @@ class OffloadPolicy:
     @property
     def nano_count(self) -> int:
         """Parts of a sweep's batch; 1 where `auto` is not settled yet."""
-        return 1 if self.nano_batches == "auto" else self.nano_batches
+        if isinstance(self.nano_batches, int):
+            return self.nano_batches
+        return 1 if self.nano_order is None else self.nano_order.nano_batches
+
+    @property
+    def nano_order(self) -> NanoOrder | None:
+        """The order of products that `nano_batches` is, if any. Raises HarnessError for one that cannot run."""
+        if isinstance(self.nano_batches, int) or self.nano_batches == "auto":
+            return None
+        return NanoOrder.parse(self.nano_batches)
 
     def float_dtype(self, engine: str, stored: Dtype) -> Dtype:
         """The dtype that `engine`, which has no int8 arithmetic, computes in; `stored`, the model's, for auto. Raises
@@ -110,13 +120,17 @@ class OffloadPolicy:
             if getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
         if self.nano_count < 1:
-            raise HarnessError(f"policy.nano_batches is {self.nano_batches}; it must be at least 1, or auto")
+            raise HarnessError(f"policy.nano_batches is {self.nano_batches}; it must be at least 1, or auto, "
+                               "or an order of products")  # fmt: skip
         for name in ("prefill_chunk", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1, or left out")
         if not self.nano_overlap and self.nano_batches == 1:
             raise HarnessError("policy.nano_overlap is false and nano_batches is 1, of which nothing overlaps; set "
                                "nano_batches to 2 or more")  # fmt: skip
+        if not self.nano_overlap and self.nano_order is not None:
+            raise HarnessError("policy.nano_overlap is false and nano_batches is an order of products, which overlap; "
+                               "leave one out")  # fmt: skip
         if self.weight_format == "exact12" and self.weight_bits != 16:
             raise HarnessError(f"policy.weight_format is exact12 and weight_bits is {self.weight_bits}; weights have "
                                "one format: leave one out")  # fmt: skip

@@ -28,8 +28,9 @@ from harness.common.units import rounded, with_unit
 def tune(as_json: bool, cache: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Find out whether nano-batches make a model faster on this machine. Run nothing else meanwhile.
 
-    Measures a layer's operations alone and side by side, searches a pipeline of nano-batches, and runs the model with
-    and without them in turns. `nano_batches: auto` in a policy takes what was clearly faster from then on.
+    Measures a layer's operations alone and side by side, searches a pipeline of nano-batches, and runs the model in
+    its order and without nano-batches in turns. `nano_batches: auto` in a policy takes what was clearly faster from
+    then on.
 
     \b
     Examples:
@@ -59,8 +60,9 @@ def tune(as_json: bool, cache: Path, overrides: tuple[str, ...], **options: Any)
     print_rows(_operations(tuned.pipeline))
     ratio = tuned.pipeline.sequential_s / tuned.pipeline.length_s
     say(f"\nby the search: {ratio:.2f} times as fast as one operation after the other\n")
-    print_rows([_rates(count, rates) for count, rates in tuned.rates.items()])
-    say(f"\nkept for this machine and model shape: {tuned.kept if tuned.kept > 1 else 'none'}, because {tuned.why}")
+    print_rows([_rates(tried, rates) for tried, rates in tuned.rates.items()])
+    say("".join(f"\nnano-batches: {tried}" for tried in tuned.rates if tried != 1))
+    say(f"kept for this machine and model shape: {'none' if tuned.kept == 1 else 'these'}, because {tuned.why}")
 
 
 def _beside(times: Any) -> list[Row]:
@@ -89,6 +91,6 @@ def _operations(pipeline: Any) -> list[Row]:
     ]
 
 
-def _rates(count: int, rates: Any) -> Row:
+def _rates(tried: int | str, rates: Any) -> Row:
     turns = {f"turn {i}": rounded(rate) for i, rate in enumerate(rates, 1)}
-    return {"nano-batches": count if count > 1 else "none", "unit": "token/s"} | turns
+    return {"nano-batches": "none" if tried == 1 else "these", "unit": "token/s"} | turns

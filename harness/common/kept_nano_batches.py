@@ -1,11 +1,12 @@
-"""How many nano-batches `harness tune` found fastest on this machine, by model shape; beside the machine's profile."""
+"""The nano-batches that `harness tune` found fastest on this machine, by model shape; beside the machine's profile."""
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.api import ModelShape, OffloadPolicy
+from harness.api import HarnessError, ModelShape, NanoOrder, OffloadPolicy
 from harness.common.files import replace_with
 from harness.common.host_cpu import cpu_flags, cpuinfo, instruction_sets
 from harness.common.host_memory import total_memory
@@ -14,21 +15,23 @@ from harness.common.system import usable_cpus
 
 
 class KeptNanoBatches:
-    """Counts in a file of the cache. A file that is damaged holds none."""
+    """Numbers of nano-batches, or orders of their products, in a file of the cache. One that is damaged holds none."""
 
     def __init__(self, cache: Path) -> None:
         self.path = cache / "nano_batches.json"
 
-    def get(self, shape: ModelShape, policy: OffloadPolicy) -> int:
-        """The nano-batches that were kept for a model of this shape with the policy's bits; 1 where none were."""
-        count = read_kept(self.path).get(_key(shape, policy))
-        return count if type(count) is int and count >= 1 else 1
+    def get(self, shape: ModelShape, policy: OffloadPolicy) -> int | str:
+        """What was kept of a policy's `nano_batches` for a model of this shape with its bits; 1 where nothing was."""
+        kept = read_kept(self.path).get(_key(shape, policy))
+        if isinstance(kept, str):
+            with suppress(HarnessError):
+                return str(NanoOrder.parse(kept))
+        return kept if type(kept) is int and kept >= 1 else 1
 
-    def keep(self, shape: ModelShape, policy: OffloadPolicy, count: int) -> None:
+    def keep(self, shape: ModelShape, policy: OffloadPolicy, nano_batches: int | str) -> None:
         """Replaces what was kept. Raises OSError."""
-        replace_with(
-            self.path, json.dumps(read_kept(self.path) | {_key(shape, policy): count}, indent=1, sort_keys=True)
-        )
+        kept = read_kept(self.path) | {_key(shape, policy): nano_batches}
+        replace_with(self.path, json.dumps(kept, indent=1, sort_keys=True))
 
 
 def _key(shape: ModelShape, policy: OffloadPolicy) -> str:

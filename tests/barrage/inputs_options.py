@@ -122,6 +122,9 @@ _EXCLUSIVE: Mapping[str, Sequence[str]] = {
     "search-in-a-job": (*good.GENERATE, *good.FAKE, "--set", "policy=max_batch"),
     "repeats-of-a-job": (*good.GENERATE, *good.FAKE, "--set", "repeats=3"),
     "nano-overlap-of-one": ("run", "tiny.yaml", "--dry-run", "--set", "policy.nano_overlap=false"),
+    "nano-order-without-a-start": (
+        *("run", "tiny.yaml", "--dry-run", "--set", "policy.schedule=sweep", "--set", "policy.nano_batches=O0 UG0 D0"),
+    ),
     "two-formats-of-weights": (
         *("run", "tiny.yaml", "--dry-run", "--set", "policy.weight_format=exact12", "--set", "policy.weight_bits=4"),
     ),

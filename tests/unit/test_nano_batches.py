@@ -12,8 +12,11 @@ from engines.planning.nano_layer import (
     published_interference,
     published_layer,
 )
-from engines.planning.nano_search import search, search_measured
+from engines.planning.nano_search import order_of, search, search_measured
 from harness import api
+from harness.api import NanoOrder
+from harness.api.nano import PRODUCTS
+from tests.nano_orders import check_order
 from tests.pipelines import check_pipeline
 
 #: Layers that are searched here, of the 80 whose pass is published.
@@ -38,6 +41,42 @@ def test_on_nanoflows_table_the_pipeline_is_no_longer_than_published(memory, cut
     check_pipeline(found, operations, interference, LAYERS)
     assert found.length_s * ALL / LAYERS <= published
     assert found.nano_batches > 1
+    check_order_of(found)
+    if memory:  # in the middle products start as an engine starts them that runs the order
+        started = [((o.name.removeprefix("GEMM-"), o.part), o.layer) for o in found.operations if o.kind == "compute"]
+        started = [one for one in started if one[0][0] in PRODUCTS]
+        run = list(order_of(found).turns(LAYERS))
+        first, end = (run.index((("KQV", 0), layer)) for layer in (3, 5))
+        at = started.index((("KQV", 0), 3))
+        assert started[at : at + end - first] == run[first:end]
+
+
+def check_order_of(pipeline):
+    """Asserts that what an engine would run has the pipeline's parts and its cut, if it has more than one."""
+    order = order_of(pipeline)
+    if pipeline.nano_batches == 1:
+        assert order is None
+        return
+    assert order == NanoOrder.parse(str(order))
+    assert order.parts == {name: pipeline.parts[f"GEMM-{name}"] for name in PRODUCTS}
+    ends = {one.rows[1] for one in pipeline.operations if one.name == "GEMM-KQV"}
+    assert any(order.cut == pytest.approx(end) for end in ends)
+    check_order(list(order.turns(3)), order)
+
+
+@pytest.mark.parametrize(("units", "share"), [((0.12, 0.14), 0.25), ((0.3, 0.33), 0.5), ((0.3, 1.0), 0.5), ((1, 1), 1)])
+def test_attention_runs_on_the_threads_whose_units_it_has(units, share):
+    """Of four threads one cost products a tenth of their rate, and two a third."""
+    times = api.LayerTimes(1e-3, 2.0, 0.0, {1: 1.0}, {"memory": ((0.1, 0.6), (0.35, 0.9))}, ((0.1, 0.25), (0.35, 0.5)))
+    halves = [(0.0, 0.4), (0.4, 1.0)]
+    operations = [api.NanoOperation("GEMM-KQV", "compute", 0, i, halves[i], i, i + 1, 1.0) for i in range(2)]
+    operations += [
+        api.NanoOperation("DecodeAttention", "memory", 0, i, halves[i], i + 1, i + 2, units[i]) for i in range(2)
+    ]
+    for start, name in enumerate(("O", "UG", "D"), 3):
+        operations.append(api.NanoOperation(f"GEMM-{name}", "compute", 0, 0, (0.0, 1.0), start, start + 1, 1.0))
+    order = order_of(api.NanoPipeline(tuple(operations), 8.0), times)
+    assert order == NanoOrder((("KQV", 0), ("KQV", 1), ("O", 0), ("UG", 0), ("D", 0)), cut=0.4, attention=share)
 
 
 SECONDS = st.floats(0.01, 10)
@@ -60,7 +99,9 @@ def tables(draw):
 @settings(max_examples=8, deadline=None)
 @given(layers(), tables(), st.integers(1, 2))
 def test_of_any_pipeline(operations, interference, count):
-    check_pipeline(search(operations, interference, count), operations, interference, count)
+    found = search(operations, interference, count)
+    check_pipeline(found, operations, interference, count)
+    check_order_of(found)
 
 
 def test_what_gains_nothing_from_fewer_units_is_not_cut():
@@ -95,6 +136,13 @@ def test_a_measured_layer_has_the_weights_of_its_shape():
     pipeline = search_measured(shape, times)
     assert {operation.layer for operation in pipeline.operations} == {0, 1, 2}
     assert all(operation.units >= LEAST_UNITS for operation in pipeline.operations)
+
+
+def test_experts_are_for_all_nano_batches_at_once():
+    mixture = api.ModelShape("mixtral", 3, 64, 96, 4, 2, 16, 512, 128, 49_152, 10**6, 110_592)
+    times = api.LayerTimes(1e-9, 1e-5, 0.0, {}, {"memory": ((0.1, 0.9),)})
+    pipeline = search_measured(mixture, times)
+    assert pipeline.parts["GEMM-UG"] == pipeline.parts["GEMM-D"] == 1 < pipeline.nano_batches
 
 
 @pytest.mark.parametrize("point", [(0.0, 0.5), (1.0, 0.5), (0.5, 1.1), (0.5, 0.0)])

@@ -50,7 +50,7 @@ def policies(draw):
     if schedule == "zigzag":
         policy["num_gpu_batches"] = draw(st.integers(1, 3))
     if schedule == "sweep":
-        policy["nano_batches"] = draw(st.integers(1, 3))
+        policy["nano_batches"] = draw(st.sampled_from([1, 2, 3, "KQV0 O1 UG1 D1 KQV1 O0 UG0 D0"]))
     if draw(st.booleans()):
         policy["prefill_chunk"] = draw(st.integers(1, 20))
     return policy

@@ -110,7 +110,13 @@ POLICIES = [
     {"schedule": "sweep", "gpu_batch_size": 4},
     {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "weights": (0.0, 0.3, 0.7)},
     {"schedule": "row", "gpu_batch_size": 3, "cache": (0.0, 0.5, 0.5), "kv_bits": 8},
-    {"schedule": "sweep", "gpu_batch_size": 5, "weight_bits": 4, "nano_batches": 2, "prefill_chunk": 6},
+    {
+        "schedule": "sweep",
+        "gpu_batch_size": 5,
+        "weight_bits": 4,
+        "prefill_chunk": 6,
+        "nano_batches": "KQV0 O1 UG1 D1 KQV1 O0 UG0 D0",
+    },
 ]
 
 

@@ -50,6 +50,12 @@ def simulate(
         {"schedule": "sweep", "gpu_batch_size": 4, "weights": (0.0, 1.0, 0.0)},
         {"schedule": "sweep", "gpu_batch_size": 5, "weights": (0.0, 1.0, 0.0), "prefill_chunk": 7},
         {"schedule": "sweep", "gpu_batch_size": 6, "weights": (0.0, 0.0, 1.0), "nano_batches": 2},
+        {
+            "schedule": "sweep",
+            "gpu_batch_size": 6,
+            "weights": (0.0, 0.5, 0.5),
+            "nano_batches": "KQV0 O1 UG1 D1 KQV1 O0 UG0 D0 cut=0.4",
+        },
         {"schedule": "row", "gpu_batch_size": 4, "cache": (0.0, 0.5, 0.5), "weights": (0.0, 0.0, 1.0)},
         {"schedule": "sweep", "gpu_batch_size": 4, "cache": (0.0, 0.3, 0.7), "overlap": False},
         {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "activations": (0.0, 0.4, 0.6)},

@@ -44,7 +44,7 @@ class LoadRequest:
 
     @classmethod
     def of(cls, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> "LoadRequest":
-        """The whole model, with as many nano-batches for `auto` as were kept for hosts of this machine."""
+        """The whole model, with the nano-batches for `auto` that were kept for hosts of this machine."""
         if policy.nano_batches == "auto":
             kept = 1 if limits.gpu else KeptNanoBatches(job.cache).get(model.shape, policy)
             policy = replace(policy, nano_batches=kept)

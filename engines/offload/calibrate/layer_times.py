@@ -63,6 +63,7 @@ def layer_times(
             attention_s = _median(attention(kernels))
             alone = {"compute": 1 / seconds[1], "memory": 1 / attention_s}
             points: dict[str, list[tuple[float, float]]] = {"memory": []}
+            shares: list[tuple[float, float]] = []
             for count in _counts(threads):
                 report(f"attention on {count} of {threads} threads beside products")
                 with closing(HostKernels(cache, count)) as few, closing(HostKernels(cache, threads - count)) as rest:
@@ -70,6 +71,7 @@ def layer_times(
                         "compute": (threads - count, products(rest, rows)), "memory": (count, attention(few))
                     })  # fmt: skip
                 points["memory"].append(_point(rates, alone, "memory"))
+                shares.append((points["memory"][-1][0], count / threads))
             if read_s:
                 report("reads from the disk beside products")
                 points["disk"] = _beside_reads(Path(model.path), products(kernels, rows), threads, alone["compute"])
@@ -81,6 +83,7 @@ def layer_times(
         read_s=read_s,
         cut={parts: max(1.0, taken / seconds[1]) for parts, taken in seconds.items()},
         beside={kind: tuple(sorted(found)) for kind, found in points.items()},
+        attention=tuple(sorted(shares)),
     )
 
 

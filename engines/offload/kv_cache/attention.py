@@ -22,13 +22,14 @@ from engines.offload.timeline import Timeline
 class AttentionContext:
     """What every attention of a loaded model shares.
 
-    `value_topk`: see AttentionSpec. `hadamard` spreads outlier columns of keys and values before they are quantized;
-    None where they are not. `run` executes a task, perhaps beside the products of other batches. `first_layer`: the
-    model's number of the first layer that is loaded.
+    `kernel_beside`: `kernel` where it runs beside products. `value_topk`: see AttentionSpec. `hadamard` spreads outlier
+    columns of keys and values before they are quantized; None where they are not. `run` executes a task, perhaps beside
+    the products of other batches. `first_layer`: the model's number of the first layer that is loaded.
     """
 
     cache: PagedCache
     kernel: AttentionKernel
+    kernel_beside: AttentionKernel
     timeline: Timeline
     device: Device
     run: Callable[[AttentionTask], torch.Tensor]
@@ -119,12 +120,15 @@ class AttentionTask:
         self._layer = layer
         self._operands = query, key, value
         self._spec = spec
+        self._kernel = batch.context.kernel
         self._on_host: HostAttentionTask | None = None
         self._output: torch.Tensor | None = None
 
-    def launch(self) -> None:
-        """Writes keys and values to the cache and calls the kernel; blocks while the cache's blocks arrive."""
+    def launch(self, beside: bool = False) -> None:
+        """Writes keys and values to the cache and calls the kernel, perhaps `beside` other batches' products; blocks
+        while the cache's blocks arrive."""
         batch, context, layer = self._batch, self._batch.context, self._layer
+        self._kernel = context.kernel_beside if beside else context.kernel
         first, *others = batch.parts
         blocks = context.cache.layer(layer, first.number)
         began = context.timeline.now()  # not before: the cache's waits have a lane of their own
@@ -156,7 +160,7 @@ class AttentionTask:
             query, key, value = (tensor[:, part.rows] for tensor in (query, key, value))
             lse = None if lse is None else lse[part.rows]
         context.cache.write(blocks, part.slot_mapping, key, value)
-        output = context.kernel(query, blocks, part.metadata, self._spec, lse)
+        output = self._kernel(query, blocks, part.metadata, self._spec, lse)
         context.cache.leave(self._layer, part.number)
         return output
 

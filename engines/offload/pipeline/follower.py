@@ -42,9 +42,9 @@ class Follower:
         self._loaded, self._links, self._stage = loaded, links, stage
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
-            cache=loaded.cache, kernel=loaded.attention, timeline=loaded.timeline, device=loaded.device,
-            run=self._executor.attend, value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard,
-            first_layer=stage.first,
+            cache=loaded.cache, kernel=loaded.attention, kernel_beside=loaded.attention_beside,
+            timeline=loaded.timeline, device=loaded.device, run=self._executor.attend,
+            value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard, first_layer=stage.first,
         )  # fmt: skip
         loaded.meta_model.put_together_by(links)
         self._inbox: queue.Queue[_Next] = queue.Queue(_AHEAD)

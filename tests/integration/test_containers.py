@@ -21,6 +21,7 @@ from tests.offload import save_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.containers, pytest.mark.timeout(1500)]
+FEW = ("--set", "workload.num_requests=4")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,8 @@ def test_no_engine_is_told_with_the_remedy(cli, images, monkeypatch):
     ],
 )
 def test_quickstart_runs_in_containers(cli, images, image, cells):
-    """Without its probes and its search for the rival's batch, which take minutes and do the same anywhere."""
+    """Without its probes, its search for the rival's batch and most of its requests, which take minutes and do the
+    same anywhere."""
     build(image)
     suite, text = cli.folder / "quickstart.yaml", (ROOT / "suites" / "quickstart.yaml").read_text()
     searched = "max_batch: true, gpu_batch_size: 48}, candidates: {policy.compute_dtype: [float32]}"
@@ -130,7 +132,7 @@ def test_quickstart_runs_in_containers(cli, images, image, cells):
     text = text.replace(searched, "gpu_batch_size: 4}").replace("timeout: 2min", "timeout: 10min")
     suite.write_text(f"{text}machine_probe: false\n")
     chosen = [option for cell in cells for option in ("--cell", cell)]
-    cli(*cli.running(suite), "--launcher", "docker", "--set", "repeats=1", *chosen)
+    cli(*cli.running(suite), "--launcher", "docker", "--set", "repeats=1", *FEW, *chosen)
     for name, record in cli.by_name().items():
         assert record.provenance["image"] == f"offload-harness/{image}"
         assert record.status == ("infeasible" if name == "transformers-within-limit" else "ok")
@@ -180,7 +182,7 @@ def test_compose_runs_a_suite_and_leaves_the_report(images, tmp_path):
     build("offload")
     (tmp_path / "results").mkdir()
     once = tmp_path / "once.yaml"  # beside other tests each launch would count as disturbed, and run three times
-    options = ["run", "${SUITE}", "--out", "/results/${SUITE}", "--extra-tries", "0", "--set", "repeats=1"]
+    options = ["run", "${SUITE}", "--out", "/results/${SUITE}", "--extra-tries", "0", "--set", "repeats=1", *FEW]
     once.write_text(json.dumps({"services": {"cpu": {"command": options}}}))
     file = ["-f", str(ROOT / "compose.yaml"), "-f", str(once), "--project-directory", str(tmp_path)]
     subprocess.run(["docker", "tag", "offload-harness/offload", "offload-harness/compose"], check=True)

@@ -9,6 +9,7 @@ import transformers
 
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.causal_lm import _make_projection_inputs_contiguous, from_checkpoint
+from engines.adapters.deepspeed_zero import DeepSpeedZeroEngine
 from engines.adapters.transformers import WORK_BYTES, TransformersEngine
 from engines.common.machine_rates import gemm_rates
 from engines.common.requests import next_batch
@@ -286,6 +287,15 @@ def test_accelerate_refuses_a_budget_below_its_largest_layer(model, tmp_path, lo
     with pytest.raises(InfeasibleError, match=r"at least [0-9.]+ MiB for its largest .* the budget is [0-9.]+ MiB"):
         load(model, tmp_path, engine=AccelerateEngine(), budget=largest - 1)
     assert load(model, tmp_path, engine=AccelerateEngine(), budget=largest)[1].weights_by_tier[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "purpose"), [("host", "parameters in RAM"), ("disk", "2 buffers of its largest parameter")]
+)
+def test_deepspeed_refuses_a_budget_below_what_it_holds(model, tmp_path, load, parameters, purpose) -> None:
+    """Before it imports DeepSpeed, which is not here."""
+    with pytest.raises(InfeasibleError, match=rf"at least [0-9.]+ MiB for {purpose}.*; the budget is [0-9.]+ MiB"):
+        load(model, tmp_path, budget=1 << 10, engine=DeepSpeedZeroEngine(parameters=parameters))
 
 
 def test_accelerate_gives_weights_what_the_cache_leaves(model, tmp_path, load) -> None:

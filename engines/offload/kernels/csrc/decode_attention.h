@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "packed_rows.h"
@@ -25,7 +26,7 @@ struct Unit {
 // The layout of a row of plain values.
 template <typename T>
 struct PlainRows {
-  static constexpr bool grouped = false;
+  static constexpr bool grouped = false, fits_bfloat16 = std::is_same_v<T, BFloat16>;
   static constexpr int64_t unit_bytes = kUnit * sizeof(T);
   int64_t dim, row_bytes, groups = 1, units_of_group, scales = 0, minima = 0;
 
@@ -48,7 +49,7 @@ struct PlainRows {
 // The layout of a row quantized in groups; `scales` and `minima` are byte offsets in the row.
 template <int kBits>
 struct GroupedRows {
-  static constexpr bool grouped = true;
+  static constexpr bool grouped = true, fits_bfloat16 = true;
   static constexpr int64_t unit_bytes = kUnit / 8 * kBits;
   int64_t dim, row_bytes, groups, units_of_group, scales, minima;
   int group;  // log2 of the group size

@@ -96,11 +96,6 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     assert out.isnan().sum() == 8
 
 
-@pytest.fixture(scope="module")
-def compiled(cache):
-    return compiled_attention(Plain("float32"), cache, threads=2)
-
-
 def both_attentions(stored, cache):
     """The compiled kernel and the one in torch."""
     return compiled_attention(stored, cache, threads=2), reference_attention(quantizer_of(stored))
@@ -183,14 +178,48 @@ def test_heads_and_columns_of_any_number(cache, stored, shape, value_topk):
     check_attention([kernel], stored, shape, [(1, 37), (1, 8), (3, 5)], spec)
 
 
-@given(st.integers(4, 120), st.sampled_from([None, 5, 33]), st.data())
-def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
+#: Rows before and after the bounds of the blocks of 256 positions in which prompts attend in bfloat16.
+PROMPTS = [(20, 0), (7, 5), (2, 0), (3, 300), (3, 254)]
+CACHES = [(Plain("bfloat16"), (4, 4, 64)), (Plain("bfloat16"), (6, 2, 24)), (Plain("bfloat16"), (1, 1, 7)),
+          (Plain("bfloat16"), (18, 1, 20)), (Grouped(4, 64), (2, 1, 80)), (Grouped(8, 32), (4, 2, 64)),
+          (Grouped(3, 128), (2, 2, 36))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored", "shape"), CACHES)
+@pytest.mark.parametrize("more", [{}, {"window": 40, "softcap": 1.5, "sinks": True}, {"window": 270}])
+def test_prompts_in_bfloat16_agree_with_float64(cache, stored, shape, more):
+    """Within what it costs to round each probability and each result to bfloat16, 2^-8 of it, beside float32's
+    roundings in check_attention. Products of bfloat16 are exact, so log-sum-exps have only the latter."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim = shape
+    quantizer, kernel = quantizer_of(stored), compiled_attention(stored, cache, threads=2)
+    spec = AttentionSpec(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
+    spans = [*PROMPTS, (1, 37)] if heads // kv_heads >= 16 else PROMPTS  # many heads are rows enough
+    segments = packed(spans, 280)
+    caches = [quantizer.pack(torch.randn(280, kv_heads, BLOCK_SIZE, dim)) for _ in range(2)]
+    query = torch.randn(int(segments.starts[-1]), heads, dim + 3).bfloat16()[..., :dim].transpose(0, 1)
+    keys, values = (c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored).bfloat16() for c in caches)
+    exact = by_hand(query, keys, values, segments, spec)
+    bound = 2**-8 * (by_hand(query, keys, values.abs(), segments, spec) + exact.abs()) + 1e-5 * exact.abs() + 5e-6
+    blocks, lse = LayerBlocks(torch.stack(caches, 1)), [torch.empty(query.shape[1], heads) for _ in range(2)]
+    found = kernel(query, blocks, segments, spec, lse[0])
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= bound).all()
+    if isinstance(stored, Plain):
+        kernel(query.float(), blocks, segments, spec, lse[1])
+        torch.testing.assert_close(lse[0], lse[1], rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(4, 600), st.sampled_from([None, 5, 33, 300]), st.data())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_may_be_cut_anywhere(cache, dtype, length, window, data):
     """Bit for bit: so a request's result does not depend on what else runs."""
     cut = data.draw(st.integers(2, length - 2))
     torch.manual_seed(length)
-    blocks = LayerBlocks(torch.randn(40, 2, 2, BLOCK_SIZE, 48))
-    query, spec = torch.randn(4, length, 48), AttentionSpec(0.2, window)
-    whole = packed([(length, 0)], 40)
+    compiled, values = compiled_attention(Plain(dtype), cache, threads=2), getattr(torch, dtype)
+    blocks = LayerBlocks(torch.randn(80, 2, 2, BLOCK_SIZE, 48, dtype=values))
+    query, spec = torch.randn(4, length, 48, dtype=values), AttentionSpec(0.2, window)
+    whole = packed([(length, 0)], 80)
     together = compiled(query, blocks, whole, spec)
     for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
         part = AttentionMetadata.of([rows.stop - rows.start], [before], whole.block_table)
@@ -198,15 +227,19 @@ def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])
-def test_softmax_of_scores_far_apart(compiled, spread):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_softmax_of_scores_far_apart(cache, spread, dtype):
     torch.manual_seed(0)
+    compiled, values = compiled_attention(Plain(dtype), cache, threads=2), getattr(torch, dtype)
     segments = packed([(1, 60), (60, 0)], 40)
-    blocks = LayerBlocks(torch.randn(40, 2, 1, BLOCK_SIZE, 16))
-    query, spec = torch.randn(1, 61, 16) * spread, AttentionSpec(1.0)
+    blocks = LayerBlocks(torch.randn(40, 2, 1, BLOCK_SIZE, 16, dtype=values))
+    query, spec = (torch.randn(1, 61, 16) * spread).to(values), AttentionSpec(1.0)
     reference = reference_attention(plain_quantizer(Plain("float32")))
     exact = reference(query.double(), LayerBlocks(blocks.rows.double()), segments, spec)
     found = compiled(query, blocks, segments, spec)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5 * spread)
+    # rounded to bfloat16: probabilities of values below 5, and the result
+    rounding = 0 if dtype == "float32" else 2**-8 * 5
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4 + rounding / 5, atol=1e-5 * spread + rounding)
 
 
 def test_half_precision_is_widened_exactly(cache):
@@ -238,9 +271,12 @@ def test_attention_reads_blocks_where_they_are(cache):
 
 @pytest.mark.parametrize("rows", [1, 2, 50])
 @pytest.mark.parametrize("value_topk", [1.0, 0.5])
-def test_nan_in_the_cache_is_not_hidden(compiled, rows, value_topk):
-    blocks = LayerBlocks(torch.full((10, 2, 1, BLOCK_SIZE, 8), torch.nan))
-    found = compiled(torch.ones(1, rows, 8), blocks, packed([(rows, 9)], 10), AttentionSpec(1.0, value_topk=value_topk))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_in_the_cache_is_not_hidden(cache, rows, value_topk, dtype):
+    compiled, values = compiled_attention(Plain(dtype), cache, threads=2), getattr(torch, dtype)
+    blocks = LayerBlocks(torch.full((10, 2, 1, BLOCK_SIZE, 8), torch.nan, dtype=values))
+    query, spec = torch.ones(1, rows, 8, dtype=values), AttentionSpec(1.0, value_topk=value_topk)
+    found = compiled(query, blocks, packed([(rows, 9)], 10), spec)
     assert found.isnan().all()
 
 

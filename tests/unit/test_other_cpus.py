@@ -1,6 +1,7 @@
 """Kernels on CPUs without AVX: x86-64's first instructions here, and ARM's by a cross-compiler and an emulator."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def test_every_kernel_compiles(target):
         command = [*target[0], *FLAGS, *filter(None, [macro]), "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{source.name} {macro}: {done.stderr[:2000]}"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="GCC's code for AMX")
+@pytest.mark.parametrize(("name", "macros"), [("attention", ["-DSTORED_bfloat16"]), ("panel_gemm", [])])
+def test_kernels_for_matrix_units_compile(name, macros):
+    command = ["g++", "-march=sapphirerapids", *FLAGS, *macros, "-fsyntax-only", str(CSRC / f"{name}.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
 
 
 def test_kernels_compute_what_plain_loops_do(target, tmp_path):

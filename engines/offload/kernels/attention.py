@@ -126,11 +126,15 @@ def merge_attention_states(
 def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionKernel:
     """The C++ kernel on `threads` threads, in float32 arithmetic whatever the dtypes of cache and query.
 
+    With one exception, where the CPU has units for bfloat16 (AVX512-BF16 or AMX): prompts whose queries are bfloat16
+    are multiplied in it, and so rounded are their probabilities, as by FlashAttention, and keys and values of a
+    quantized cache (csrc/prompt_attention.h). A cache in float32 or float16 is not.
+
     Raises NoCompilerError where it cannot be built.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, *[number] * 3, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
-                 ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
+                 ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, small, number, small]  # fmt: skip
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
     log2_group = _log2(stored.grain)
@@ -157,8 +161,8 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
             len(metadata.counts), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
-            spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(), threads, width,
-            log2_group,
+            spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(),
+            query.dtype == torch.bfloat16, threads, width, log2_group,
         )  # fmt: skip
         return out.to(query.dtype)
 

@@ -135,7 +135,7 @@ class AttentionTask:
         query, key, value = self._operands
         if context.hadamard is not None:
             rotated, key, value = map(context.hadamard, self._operands)
-            query = rotated if context.device.where.type == "cpu" else rotated.to(query.dtype)  # its units take 16 bits
+            query = rotated.to(query.dtype)  # units for 16 bits take no others
         host_attention = context.cache.host_attention
         if host_attention is not None and batch.host_chunks is not None:
             self._on_host = host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)

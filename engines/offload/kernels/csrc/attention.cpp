@@ -1,4 +1,5 @@
-// Attention of a packed batch over a paged KV cache, in float32 arithmetic whatever the cache holds.
+// Attention of a packed batch over a paged KV cache: in float32 arithmetic whatever the cache holds, but for prompts in
+// bfloat16 (`half`) where the CPU has units for it.
 //
 // q is [heads, tokens, dim], out is [tokens, heads, dim]. Segment i owns the tokens starts[i] to starts[i + 1], which
 // follow `cached[i]` tokens of the same sequence. Row i of table [segments, max_blocks] says how many bytes behind the
@@ -9,16 +10,17 @@
 // states of two parts of a cache are merged.
 //
 // Decode tokens: decode_attention.h reads the stored rows block by block, many heads at once. Prompt rows: two GEMMs
-// with keys and values as float32 panels. As long as values are finite, a row's result depends, bit for bit, only on
-// its query and what it sees, not on where the prompt was cut; the exception is a cut that leaves one row alone, which
-// the decode path computes. Rows with value_topk < 1 take the decode path one by one; groups of many heads take the
-// prompt path.
+// with keys and values as float32 panels, or those of prompt_attention.h. As long as values are finite, a row's result
+// depends, bit for bit, only on its query and what it sees, not on where the prompt was cut; the exception is a cut
+// that leaves one row alone, which the decode path computes. Rows with value_topk < 1 take the decode path one by one;
+// groups of many heads take the prompt path.
 
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
 #include "decode_attention.h"
+#include "prompt_attention.h"
 #include "softmax.h"
 #include "threads.h"
 
@@ -225,7 +227,7 @@ template <typename Stored>
 void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, int64_t base, const int64_t* table,
             int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, float* lse,
             int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t max_blocks,
-            const AttentionSpec& spec, int threads) {
+            const AttentionSpec& spec, bool half, int threads) {
   const int64_t group = heads / kv_heads;
   const bool sparse = spec.value_topk < 1, wide = group >= kManyHeads && !sparse;
   // key/value heads [first, last) of a segment
@@ -246,6 +248,9 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
 #pragma omp parallel num_threads(threads) if (work >= kShared)
   {
     Panels panels;
+#ifdef HAS_PROMPT_ATTENTION
+    PromptAttention prompt;
+#endif
     Scratch scratch;
     DecodeToken<Stored> token(stored, block, several, group, sparse);
 #pragma omp for schedule(dynamic)
@@ -268,6 +273,14 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
       const auto value = [=](int64_t t) {
         return stored.cursor(blocks(t, blocks.values) + blocks.in_block(t) * bytes);
       };
+#ifdef HAS_PROMPT_ATTENTION
+      if constexpr (Stored::fits_bfloat16)
+        if (half) {
+          prompt.attend({query, q_row, q_head, count, group, first, head, result, heads * dim, row_lse, heads}, dim,
+                        key, value, spec);
+          continue;
+        }
+#endif
       panels.fill(first_seen(spec, first), first + count, dim, key, value);
       if (count == 1)
         attend_rows({query, q_head, group, first, 0, head, result, dim, row_lse, 1}, panels, spec, scratch);
@@ -286,10 +299,11 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
                                 int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
                                 float* lse, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim,           \
                                 int block, int64_t max_blocks, int64_t window, float scale, float softcap,            \
-                                double value_topk, const float* sinks, int threads,                                   \
+                                double value_topk, const float* sinks, int half, int threads,                         \
                                 [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {                     \
+    const AttentionSpec spec{window, scale, softcap, value_topk, sinks};                                              \
     attend(q, q_head, q_row, type{__VA_ARGS__}, base, table, values_after, cached, starts, out, lse, segments, heads, \
-           kv_heads, dim, block, max_blocks, {window, scale, softcap, value_topk, sinks}, threads);                   \
+           kv_heads, dim, block, max_blocks, spec, half, threads);                                                    \
   }
 
 // One storage a library, chosen at build time: compiling all of them takes a quarter of a minute.

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "packed_rows.h"
@@ -25,7 +26,7 @@ struct Unit {
 // The layout of a row of plain values.
 template <typename T>
 struct PlainRows {
-  static constexpr bool grouped = false;
+  static constexpr bool grouped = false, fits_bfloat16 = std::is_same_v<T, BFloat16>;
   static constexpr int64_t unit_bytes = kUnit * sizeof(T);
   int64_t dim, row_bytes, groups = 1, units_of_group, scales = 0, minima = 0;
 
@@ -48,7 +49,7 @@ struct PlainRows {
 // The layout of a row quantized in groups; `scales` and `minima` are byte offsets in the row.
 template <int kBits>
 struct GroupedRows {
-  static constexpr bool grouped = true;
+  static constexpr bool grouped = true, fits_bfloat16 = true;
   static constexpr int64_t unit_bytes = kUnit / 8 * kBits;
   int64_t dim, row_bytes, groups, units_of_group, scales, minima;
   int group;  // log2 of the group size
@@ -88,7 +89,7 @@ class DecodeRows {
  public:
   DecodeRows(const Stored& stored, int64_t block_rows)
       : stored_(stored), block_rows_(block_rows), units_((stored.dim + kUnit - 1) / kUnit),
-        queries_(units_ * R * kUnit), sums_(units_ * R * kUnit), weights_(stored.groups * R * block_rows),
+        queries_(units_ * R * 2), sums_(units_ * R * 2), weights_(stored.groups * R * block_rows),
         minimum_sums_(stored.groups * R) {
     const int64_t whole = stored.dim / kUnit;
     for (int64_t u = 0; u < units_;) {
@@ -102,7 +103,7 @@ class DecodeRows {
 
   // Loads R queries [dim], `apart` floats apart, and resets the sums.
   void begin(const float* query, int64_t apart) {
-    std::fill(sums_.begin(), sums_.end(), 0.0f);
+    std::fill(sums_.begin(), sums_.end(), Lanes{});
     std::fill(minimum_sums_.begin(), minimum_sums_.end(), Lanes{});
     for (size_t s = 0; s < spans_.size(); ++s)
       for (int64_t r = 0; r < R; ++r) {
@@ -111,7 +112,7 @@ class DecodeRows {
           for (int64_t i = 0; i < kUnit; ++i) {
             const int64_t j = u * kUnit + Stored::column(i);
             const float x = j < stored_.dim ? query[r * apart + j] : 0;
-            queries_[(u * R + r) * kUnit + i] = x * Stored::code_factor(i);
+            queries_[(u * R + r) * 2 + i / kLanes][i % kLanes] = x * Stored::code_factor(i);
             sum += x;
           }
         query_sums_[s * R + r] = sum;
@@ -178,7 +179,8 @@ class DecodeRows {
         for (int64_t i = 0; i < kUnit; ++i) {
           const int64_t j = u * kUnit + Stored::column(i);
           if (j >= stored_.dim) continue;
-          out[r * apart + j] = sums_[(u * R + r) * kUnit + i] * Stored::code_factor(i) + minimum;
+          const float sum = sums_[(u * R + r) * 2 + i / kLanes][i % kLanes];
+          out[r * apart + j] = sum * Stored::code_factor(i) + minimum;
         }
       }
   }
@@ -211,25 +213,33 @@ class DecodeRows {
     return widen(bits);
   }
 
-  // Lane sums of codes of row i . query r into sums[r][i], over the span that starts at unit `first`.
+  // Lane sums of codes of row i . query r into sums[r][i], over the span that starts at unit `first`: of several rows
+  // at a time, for which a query is loaded once. Beyond `count` rows the last one is taken again.
   template <int U>
   NOT_INLINED void dot(int64_t first, const uint8_t* row, int64_t count, Lanes (*sums)[kLanes]) const {
-    constexpr int64_t kUnits = U ? U : 1;
-    const float* query = &queries_[first * R * kUnit];
-    const uint8_t* at = row + first * Stored::unit_bytes;
-    for (int64_t i = 0; i < count; ++i, at += stored_.row_bytes) {
-      Lanes a[R] = {}, b[R] = {};
+    constexpr int64_t kUnits = U ? U : 1, kAtOnce = kLanes / R;  // as many sums as hide the latency of an addition
+    const Lanes* query = &queries_[first * R * 2];
+    for (int64_t i = 0; i < count; i += kAtOnce) {
+      Lanes sum[kAtOnce][R] = {};
+      const uint8_t* at[kAtOnce];
+      for (int64_t k = 0; k < kAtOnce; ++k)
+        at[k] = row + std::min(i + k, count - 1) * stored_.row_bytes + first * Stored::unit_bytes;
 #pragma GCC unroll 4
       for (int64_t u = 0; u < kUnits; ++u) {
-        const Unit values = unit<U>(at, first, u);
+        Unit values[kAtOnce];
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < kAtOnce; ++k) values[k] = unit<U>(at[k], first, u);
 #pragma GCC unroll 4
         for (int64_t r = 0; r < R; ++r) {
-          const float* from = query + (u * R + r) * kUnit;
-          a[r] += values.a * load(from), b[r] += values.b * load(from + kLanes);
+          const Lanes left = query[(u * R + r) * 2], right = query[(u * R + r) * 2 + 1];
+#pragma GCC unroll 8
+          for (int64_t k = 0; k < kAtOnce; ++k) sum[k][r] += values[k].a * left, sum[k][r] += values[k].b * right;
         }
       }
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kAtOnce; ++k)
 #pragma GCC unroll 4
-      for (int64_t r = 0; r < R; ++r) sums[r][i] = a[r] + b[r];
+        for (int64_t r = 0; r < R; ++r) sums[r][i + k] = sum[k][r];
     }
   }
 
@@ -239,12 +249,12 @@ class DecodeRows {
     constexpr int64_t kUnits = U == 4 ? 4 / R : 1;
     const float* weights = &weights_[span.group * R * block_rows_];
     for (int64_t first = span.first; first < span.end(); first += kUnits) {
-      float* sums = &sums_[first * R * kUnit];
+      Lanes* sums = &sums_[first * R * 2];
       Lanes a[kUnits][R], b[kUnits][R];
       for (int64_t u = 0; u < kUnits; ++u)
         for (int64_t r = 0; r < R; ++r) {
-          const float* from = sums + (u * R + r) * kUnit;
-          a[u][r] = load(from), b[u][r] = load(from + kLanes);
+          const Lanes* from = sums + (u * R + r) * 2;
+          a[u][r] = from[0], b[u][r] = from[1];
         }
       for (int64_t i = 0; i < count; ++i) {
         const uint8_t* at = row(i) + first * Stored::unit_bytes;
@@ -260,8 +270,8 @@ class DecodeRows {
       }
       for (int64_t u = 0; u < kUnits; ++u)
         for (int64_t r = 0; r < R; ++r) {
-          float* to = sums + (u * R + r) * kUnit;
-          store(to, a[u][r]), store(to + kLanes, b[u][r]);
+          Lanes* to = sums + (u * R + r) * 2;
+          to[0] = a[u][r], to[1] = b[u][r];
         }
     }
   }
@@ -269,8 +279,8 @@ class DecodeRows {
   Stored stored_;
   int64_t block_rows_, units_;
   std::vector<Span> spans_;
-  std::vector<float> queries_, query_sums_, sums_, weights_;
-  std::vector<Lanes> minimum_sums_;
+  std::vector<Lanes> queries_, sums_, minimum_sums_;  // as vectors none crosses a line of the caches
+  std::vector<float> query_sums_, weights_;
 };
 
 }  // namespace

@@ -11,64 +11,22 @@
 #include "exact12.h"
 #include "packed_rows.h"
 #include "panel_operand.h"
+#include "plain_product.h"
 
 namespace {
 
 constexpr int64_t kSumsApart = kTogether * kPanel;  // of the rows of sums
 
-#ifdef HAS_AMX
-constexpr int64_t kValueBytes = sizeof(BFloat16);
-constexpr int64_t kTileColumns = kTileBytes / kValueBytes, kTileValues = kTileColumns * kPanel;
-constexpr int kFetchAhead = 2048;  // bytes ahead of which panels are fetched for few rows
-#endif
-
 struct PlainPanels {
-  // Pairs of columns that are multiplied at a time: 4 KiB of a row of x, so that a block of rows stays in the L1 cache.
-  static constexpr int64_t kPairs = 2048 / sizeof(Activation);
-
   static Rows rows_of(const Operand& x) { return x.rows(); }
   static Form form(int64_t) { return {}; }
   static int64_t panel_bytes(int64_t k, int64_t) { return pairs_of(k) * kPair * sizeof(BFloat16); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
-    const BFloat16* w = reinterpret_cast<const BFloat16*>(panels);
-    const int64_t pairs = pairs_of(x.k), apart = pairs * kPair;
-#ifdef HAS_AMX
-    if (amx_allowed()) return multiply_tiles(x, w, apart, count, sums);
-#endif
-    for (int64_t from = 0; from < pairs; from += kPairs) {
-      const int64_t some = std::min(kPairs, pairs - from);
-      for (int64_t r = 0; r < x.count; r += kBlock)
-        with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
-          float* to = sums + r * kSumsApart;
-          block<R, C>(
-              x.x + r * x.ld + 2 * from, x.ld, w + from * kPair, apart, some,
-              [=](int64_t i, int64_t j) { return from ? load_floats(to + i * kSumsApart + j) : Floats{}; },
-              [=](int64_t i, int64_t j, Floats sum) { store_floats(to + i * kSumsApart + j, sum); });
-        });
-    }
+    const int64_t pairs = pairs_of(x.k);
+    multiply_panels(x.x, x.ld, x.count, reinterpret_cast<const BFloat16*>(panels), pairs * kPair, pairs, count, sums,
+                    kSumsApart);
   }
-
-#ifdef HAS_AMX
- private:
-  // Steps that are multiplied at a time: with three panels 24 KiB, so that these stay in the L1 cache.
-  static constexpr int64_t kSteps = 8;
-
-  static void multiply_tiles(const Rows& x, const BFloat16* w, int64_t apart, int64_t count, float* sums) {
-    const Amx units(x.count);
-    const auto multiply = x.count > 2 * kTileRows ? amx_product<Dot::kPairs, 0> : amx_product<Dot::kPairs, kFetchAhead>;
-    const int64_t steps = apart / kTileValues, rest = apart % kTileValues;
-    for (int64_t from = 0; from < steps; from += kSteps)
-      multiply(x.x + from * kTileColumns, x.ld * kValueBytes, x.count, w + from * kTileValues, apart * kValueBytes, count,
-               std::min(kSteps, steps - from), from > 0, sums, kSumsApart * sizeof *sums);
-    if (!rest) return;
-    alignas(64) BFloat16 last[kTogether * kTileValues] = {};  // behind a panel's end there are other weights
-    for (int64_t c = 0; c < count; ++c)
-      std::memcpy(last + c * kTileValues, w + c * apart + steps * kTileValues, rest * kValueBytes);
-    amx_product<Dot::kPairs, 0>(x.x + steps * kTileColumns, x.ld * kValueBytes, x.count, last, kTileValues * kValueBytes, count, 1,
-                                steps > 0, sums, kSumsApart * sizeof *sums);
-  }
-#endif
 };
 
 // bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.

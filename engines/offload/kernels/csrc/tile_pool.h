@@ -15,17 +15,17 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+
+#include "aligned.h"
 
 namespace {
 
@@ -34,33 +34,6 @@ inline void relax() {
   _mm_pause();
 #endif
 }
-
-// Memory for vectors, of which a thread or a task has as much as it ever needed.
-class Aligned {
- public:
-  Aligned() = default;
-  Aligned(const Aligned&) = delete;
-  Aligned& operator=(const Aligned&) = delete;
-  ~Aligned() { std::free(data_); }
-
-  void* at_least(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = 0;
-      data_ = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-      if (!data_) throw std::bad_alloc();
-      size_ = (bytes + 4095) / 4096 * 4096;
-    }
-    return data_;
-  }
-
-  void* data() { return data_; }
-  const void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
 
 class Task {
  public:

@@ -46,7 +46,8 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     each = [Lengths(r.prompt_tokens, r.generated_tokens) for r in record.requests]
     reserved = spec.workload.prompt_len + spec.workload.gen_len
     job = PlannedJob(model.shape, each, len(each), model.dtype, spec.limits.host_memory, reserved)
-    prediction = planner_for(job, at_launch, engine_cost_model("offload"), ranks, at_once).predict(policy)
+    planner = planner_for(job, at_launch, engine_cost_model("offload"), ranks, at_once, spec.limits.link)
+    prediction = planner.predict(policy)
     assert prediction.trace is not None
     total = prediction.prefill_s + prediction.decode_s
     return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})

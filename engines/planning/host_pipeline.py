@@ -17,23 +17,26 @@ from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import scaled
 from engines.planning.virtual_job import agreed_plan, run_job
 from engines.planning.virtual_pipeline import PipelineUse, VirtualLink, Visit, stage_use
-from harness.api import DTYPE_BYTES, EngineTrace, HardwareProfile, OffloadPolicy
+from harness.api import DTYPE_BYTES, EngineTrace, HardwareProfile, OffloadPolicy, RankLink
 
 
 class HostPipelinePlanner(HostPlanner):
     """Plans equal stages on ranks that are alike.
 
     `profile`: what each rank has. `at_once`: how many ranks can compute at full speed at a time, where they share a
-    host's cores. A policy is that of all ranks, as in a suite; the job's budget is each rank's.
+    host's cores. `link`: what connects them; None for the profile's. A policy is that of all ranks, as in a suite; the
+    job's budget is each rank's.
 
     Raises HarnessError for more stages than layers, InfeasibleError as HostPlanner does.
     """
 
-    def __init__(self, job: PlannedJob, profile: HardwareProfile, stages: int, at_once: float | None = None) -> None:
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, stages: int, at_once: float | None = None,
+                 link: RankLink | None = None) -> None:  # fmt: skip
         ends = even_ends(job.shape, stages)
         super().__init__(job, profile)
         self.layers = [end - start for start, end in pairwise([0, *ends])]
         self.shape = stage_shape(job.shape, max(self.layers), is_last=True)  # the longest
+        self._link = (profile.between, 0.0) if link is None else (link.rate and link.rate / 8, link.delay_s)
         self._at_once = stages if at_once is None else at_once
         shapes = [stage_shape(job.shape, n, k == stages - 1) for k, n in enumerate(self.layers)]
         alike = {shape: HostPlanner(replace(job, shape=shape, counts=()), profile) for shape in dict.fromkeys(shapes)}
@@ -78,7 +81,7 @@ class HostPipelinePlanner(HostPlanner):
         slowdown = min(1.0, self._at_once / min(groups, len(placed)))
         machine = Machine(replace(profile, host=scaled(profile.host, slowdown)))
         stages = [Simulator(each, one, machine) for each in placed]
-        links = [VirtualLink(profile.between) for _ in placed]
+        links = [VirtualLink(*self._link) for _ in placed]
         width, value_bytes = self.job.shape.hidden, DTYPE_BYTES[profile.host.dtype]
         row_bytes = width * value_bytes if policy.wire_bits is None else int8_bytes(width)
         together = agreed_plan(stages)[0].sequences

@@ -17,6 +17,7 @@ from engines.planning.interference import LEAST_UNITS, Interference
 from engines.planning.nano_layer import LayerOperation, measured_layer
 from engines.planning.nano_schedule import Cuts, Timed, followers_of, schedule, tasks_of
 from harness.api import HarnessError, LayerTimes, ModelShape, NanoOperation, NanoOrder, NanoPipeline
+from harness.api.nano import PRODUCTS
 
 Key = tuple[str, int]
 Units = Mapping[Key, float]
@@ -46,8 +47,9 @@ def search_measured(shape: ModelShape, times: LayerTimes) -> NanoPipeline:
 def order_of(pipeline: NanoPipeline, times: LayerTimes | None = None) -> NanoOrder | None:
     """The order of products by which an engine runs a pipeline; None for one that cuts no product.
 
-    It is that of the products between the starts of two layers in the middle, where that is a whole layer's; else that
-    of one layer's. `times`: those the pipeline was searched with, which tell on how many threads attention ran.
+    It is that of the products between the starts of two layers in the middle, where these are all of a layer's; else
+    that of one layer's; else, where that starts with its second part, one product after the other. `times`: those the
+    pipeline was searched with, which tell on how many threads attention ran.
     """
     products = [one for one in pipeline.operations if one.name.startswith(_PRODUCT)]
     first = [one for one in products if one.name == "GEMM-KQV" and one.part == 0]
@@ -64,9 +66,11 @@ def order_of(pipeline: NanoPipeline, times: LayerTimes | None = None) -> NanoOrd
         "attention": _threads_of(median(beside or [1.0]), times.attention if times else ()),
     }
     for found in (window, layer):
-        with suppress(HarnessError):
-            return NanoOrder(tuple((one.name.removeprefix(_PRODUCT), one.part) for one in found), **shares)
-    return NanoOrder(NanoOrder.apart(len(rows)).products, **shares)
+        if len(found) == len(layer):
+            with suppress(HarnessError):
+                return NanoOrder(tuple((one.name.removeprefix(_PRODUCT), one.part) for one in found), **shares)
+    parts = {name: range(pipeline.parts[_PRODUCT + name]) for name in PRODUCTS}
+    return NanoOrder(tuple((name, part) for name in PRODUCTS for part in parts[name]), **shares)
 
 
 def _threads_of(units: float, points: Sequence[tuple[float, float]]) -> float:

@@ -10,14 +10,15 @@ from engines.planning.host_planner import HostPlanner
 from engines.planning.offload_device_pipeline import OffloadDevicePipelinePlanner
 from engines.planning.planned_job import PlannedJob
 from engines.planning.simulated_planner import SimulatedPlanner
-from harness.api import HardwareProfile, HarnessError
+from harness.api import HardwareProfile, HarnessError, RankLink
 
 
 def planner_for(
-    job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int, at_once: float | None = None
-) -> ClosedFormPlanner:
-    """The planner for a host alone, one device, or a pipeline of several of either. `at_once`: of the ranks of one
-    host, as in HostPipelinePlanner.
+    job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int, at_once: float | None = None,
+    link: RankLink | None = None,
+) -> ClosedFormPlanner:  # fmt: skip
+    """The planner for a host alone, one device, or a pipeline of several of either. `at_once`, `link`: of the ranks of
+    one host, as in HostPipelinePlanner.
 
     Raises HarnessError for another engine than ours where there is no device.
     """
@@ -26,7 +27,7 @@ def planner_for(
             raise HarnessError(
                 f"hardware {profile.name} has no device: only offload is planned there, not {engine.name}"
             )
-        return HostPlanner(job, profile) if stages == 1 else HostPipelinePlanner(job, profile, stages, at_once)
+        return HostPlanner(job, profile) if stages == 1 else HostPipelinePlanner(job, profile, stages, at_once, link)
     if stages > 1:
         pipeline = OffloadDevicePipelinePlanner if engine.name == "offload" else DevicePipelinePlanner
         return pipeline(job, profile, engine, stages)

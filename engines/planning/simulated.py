@@ -142,7 +142,7 @@ class _Cell:
             reserved=workload.prompt_len + workload.gen_len,
         )
         engine = engine_cost_model(spec.engine)
-        self._planner = planner_for(self._job, profile, engine, stages, at_once)
+        self._planner = planner_for(self._job, profile, engine, stages, at_once, spec.limits.link)
         self._attention = (False, True) if host_attention and engine.host_attention else (False,)
         if spec.policy.schedule not in engine.schedules:
             raise api.HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")

@@ -21,11 +21,13 @@ from harness.api import (
     OnlineEngine,
     RefusedEvent,
     ServedRequest,
-    TokenEvent,
 )
 from harness.run.answers import check
 from harness.run.load_plan import LoadPlan, Session
 
+#: Answers at the first look at whether they tell enough; at each further one they are twice as many. A look after every
+#: answer would often find an interval that is narrow by chance.
+_FIRST_LOOK = 100
 #: Seconds between looks at whether the load is over, while nothing else happens.
 _LOOK_S = 0.05
 
@@ -54,6 +56,7 @@ class LoadTest:
         self._served: list[ServedRequest] = []
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Condition()
+        self._next_look = _FIRST_LOOK
         self._over = False
         if self.capabilities.simulated:
             self._simulated()
@@ -145,9 +148,7 @@ class LoadTest:
         """Runs a pass and keeps its results; `offset` brings the engine's times to seconds since the load began."""
         events = self.engine.step()
         with self._lock:
-            ended = 0
             for event in events:
-                ended += not isinstance(event, TokenEvent)
                 if isinstance(event, FinishedEvent):
                     self._finished(event.result, offset)
                 elif isinstance(event, RefusedEvent):
@@ -157,9 +158,11 @@ class LoadTest:
                         reason=event.reason, round=session.round,
                     ))  # fmt: skip
                     self.plan.dropped(session, max(session.sent_s, self.engine.clock() + offset))
-            if ended and self.is_enough is not None and self.is_enough(self._without_gaps()):
-                self.plan.end(self.engine.clock() + offset)
-                self.is_enough = None
+            if self.is_enough is not None and len(self._served) >= self._next_look:
+                self._next_look = 2 * len(self._served)
+                if self.is_enough(self._without_gaps()):
+                    self.plan.end(self.engine.clock() + offset)
+                    self.is_enough = None
             self._lock.notify()
 
     def _without_gaps(self) -> list[ServedRequest]:

@@ -17,7 +17,7 @@ from tests.integration.conftest import end, wait_for
 from tests.integration.test_generate import Files
 from tests.offload import save_with_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: Enough for Ray's own store on each node, and nodes that are missed soon.
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30, "include_dashboard": False}
@@ -221,7 +221,6 @@ def test_a_suite_is_measured_on_nodes_each_workload_on_one(cli, cluster):
     assert "no node of the cluster meets tiny" in cli.run(wanting, *on_ray, code=3).stderr
 
 
-@pytest.mark.timeout(900)
 def test_a_suite_of_our_engine_goes_on_elsewhere_when_its_node_dies(cli, kernels, cluster):
     save_with_tokenizer(cli.folder / "model")
     cells = """

@@ -20,8 +20,8 @@ _LONGEST_S = 600.0
 
 def connections(bench: Bench) -> None:
     """Raises AssertionError for a client without an answer, and for a server that does not serve on."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, bench.connections + _OTHERS), hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, bench.connections + _OTHERS)), hard))
     with serving(bench.settings) as server:
         found = asyncio.run(_all(server.port, bench.connections))
         say(f"{bench.connections} connections to a server that holds {bench.settings.max_connections}: {_words(found)}")

@@ -88,11 +88,11 @@ def test_ranks_see_their_link_only_and_what_was_asked_is_what_is_measured(monkey
             monkeypatch.setenv(name, value)
         assert leader_address() == address(0)
         seen = subprocess.check_output(in_own_namespace(2, [sys.executable, "-c", SEEN]), text=True).strip()
-        assert set(seen.split(",")) <= {"lo", INTERFACE, "ifb0", "ifb1", "sit0", "tunl0"} and INTERFACE in seen
+        assert INTERFACE in seen.split(",") and not set(seen.split(",")) & (before - {"lo"})
         delay, rate = made.measurements
         assert (delay.name, delay.unit, rate.name, rate.unit) == ("link_delay_s", "s", "link_bit_s", "bit/s")
         assert min(delay.samples) >= 0.03 and delay.note.startswith("by ")
-        assert 1e6 < rate.samples[0] < 60e6, "one connection gives no more than the link has"
+        assert 1e6 < rate.samples[0] < 100e6, "one connection gives no more than the link has"
         holder = psutil.Process(int(made.namespaces[0].parts[2]))
         assert psutil.net_if_addrs().keys() == before, "nothing is added to the host's own namespace"
     assert not holder.is_running()

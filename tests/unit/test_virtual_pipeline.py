@@ -24,7 +24,16 @@ from engines.planning.virtual_job import run_job
 from engines.planning.virtual_pipeline import StageUse, VirtualLink, Visit, run_pipeline, stage_use
 from engines.planning.workload import Lengths
 from harness import registry
-from harness.api import HardwareLimits, ModelDescription, ModelSpec, OffloadPolicy, RunSpec, Schedule, WorkloadSpec
+from harness.api import (
+    HardwareLimits,
+    ModelDescription,
+    ModelSpec,
+    OffloadPolicy,
+    RankLink,
+    RunSpec,
+    Schedule,
+    WorkloadSpec,
+)
 from tests.planning import PROFILES
 
 LAPTOP = PROFILES["laptop_cpu"]
@@ -205,6 +214,17 @@ def test_ranks_that_share_cores_are_slower_than_ranks_with_their_own() -> None:
     assert own.pipeline is not None and shared.pipeline is not None
     assert own.pipeline.groups == shared.pipeline.groups == 2
     assert shared.throughput_tok_s < 0.75 * own.throughput_tok_s
+
+
+def test_a_token_takes_the_delay_of_each_link_that_it_passes_and_the_time_of_its_bytes() -> None:
+    job = PlannedJob(shape(OPT), [Lengths(16, 9)], 4)
+    policy = OffloadPolicy(4, schedule="row", weights=(0.0, 1.0, 0.0), pipeline=2)
+    near, far, thin = (
+        HostPipelinePlanner(job, LAPTOP, 2, link=link).predict(policy)
+        for link in (RankLink(None, 0.0), RankLink(None, 0.5), RankLink(8 * 4 * shape(OPT).hidden * 2, 0.0))
+    )
+    assert far.decode_s - near.decode_s == pytest.approx(8 * 2 * 0.5, rel=0.05)
+    assert thin.decode_s - near.decode_s > 8 * 0.9  # a second for four rows in 16 bits
 
 
 def test_a_plan_names_the_stage_that_takes_longest_and_a_slow_link() -> None:

@@ -68,7 +68,7 @@ def network(link: RankLink, ranks: int) -> Iterator[Network]:
         try:
             rates = measure(spaces[0], spaces[1], rank_network.address(1))
         except OSError as exc:
-            raise _refusal(f"the links between ranks carry nothing ({exc}): try again") from exc
+            raise Refusal("error", f"the links between ranks carry nothing ({exc}): try again") from exc
         yield Network(spaces, _measurements(rates, told["way"]))
     finally:
         process.stdin.close()

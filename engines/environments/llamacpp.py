@@ -33,6 +33,26 @@ AMX_MEND = """\
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void *)(base)), "r"((long)(stride)) : "memory")
 #endif
 """
+#: Goes to the end of a folder's CMakeLists.txt. Command lines, chat templates and images are most of the compiler's
+#: work and none of a pass's: their sources are compiled several at once, as llama.cpp compiles its models (less those
+#: whose definitions clash), and with fewer optimisations. What computes (ggml, src, the sampler) and the server keep
+#: -O3.
+LESS_WORK = {
+    "common": """
+set_target_properties(llama-common PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+set_source_files_properties(json.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+set_source_files_properties(sampling.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON COMPILE_OPTIONS -O3)
+target_compile_options(llama-common PRIVATE -O1)
+""",
+    "tools/mtmd": """
+set_target_properties(mtmd PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 24)
+set_source_files_properties(mtmd-helper.cpp mtmd-helper-gen.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+target_compile_options(mtmd PRIVATE -O0)
+""",
+    "tools/server": """
+set_target_properties(server-context llama-server-impl PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+""",
+}
 
 
 def main() -> None:
@@ -50,6 +70,9 @@ def main() -> None:
         source, build = next(Path(folder).glob("*/vendor/llama.cpp")), f"{folder}/build"
         products = source / "ggml/src/ggml-cpu/amx/mmq.cpp"
         products.write_text(AMX_MEND + products.read_text())
+        for place, lines in LESS_WORK.items():
+            with (source / place / "CMakeLists.txt").open("a") as file:
+                file.write(lines)
         cmake, ninja = tools / "cmake", tools / "ninja"
         _run(cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", build, *FLAGS)
         _run(ninja, "-C", build, *PROGRAMS)

@@ -27,10 +27,9 @@ class Op:
 
     `load`: the stream delivers weight tile `tile` to a slot of the ring. `multiply`: the tile is multiplied with the
     rows of `batches` batches from `batch` on, or of all batches; so are the tiles behind it, `count` in all, where none
-    of them is loaded. `last`: no other product of the pass needs these tiles.
-    `resume`: the batch runs on to its next product, or to its attention where
-    that overlaps: from the embedding (tile -1), after the last tile of a matrix, or after its attention. `attend`: the
-    batch's attention runs beside what follows.
+    of them is loaded. `last`: no other product of the pass needs these tiles. `resume`: the batch runs on to its next
+    product, or to its attention where that overlaps: from the embedding (tile -1), after the last tile of a matrix, or
+    after its attention. `attend`: the batch's attention runs beside what follows.
     """
 
     kind: Literal["load", "multiply", "resume", "attend"]

@@ -124,11 +124,11 @@ def merge_attention_states(
 
 
 def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionKernel:
-    """The C++ kernel on `threads` threads, in float32 arithmetic whatever the dtypes of cache and query.
+    """The C++ kernel on `threads` threads, in float32 arithmetic but for prompts in bfloat16.
 
-    With one exception, where the CPU has units for bfloat16 (AVX512-BF16 or AMX): prompts whose queries are bfloat16
-    are multiplied in it, and so rounded are their probabilities, as by FlashAttention, and keys and values of a
-    quantized cache (csrc/prompt_attention.h). A cache in float32 or float16 is not.
+    Prompts whose queries are bfloat16 are multiplied in it where the CPU has units for it (AVX512-BF16 or AMX). So
+    rounded are their probabilities, as by FlashAttention, and keys and values of a quantized cache
+    (csrc/prompt_attention.h). A cache in float32 or float16 is not.
 
     Raises NoCompilerError where it cannot be built.
     """

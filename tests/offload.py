@@ -1,10 +1,13 @@
 """Small random models, and what it takes to hold the offload engine against transformers with them."""
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import hypothesis.strategies as st
 import psutil
+import pytest
 import tokenizers
 import torch
 import transformers
@@ -14,7 +17,16 @@ from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.memory.storage import Plain
-from harness.api import GenerationRequest, HardwareLimits, Job, ModelSpec, OffloadPolicy, SamplingParams, Score
+from harness.api import (
+    GenerationRequest,
+    HardwareLimits,
+    HarnessError,
+    Job,
+    ModelSpec,
+    OffloadPolicy,
+    SamplingParams,
+    Score,
+)
 
 CONTEXT = 128
 VOCAB = 512
@@ -108,6 +120,19 @@ def rank_pids():
     """Ranks that this process has started."""
     found = psutil.Process().children()
     return sorted(child.pid for child in found if "engines.offload.rank" in child.cmdline())
+
+
+def check_a_killed_rank_is_named(engine, pid):
+    """Kills a rank amid a job: an error names it, and no rank is left."""
+    results = engine.generate(requests_of(3, 8, eos=False))
+    next(results)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(HarnessError, match=r"all ranks have ended: rank \d died of SIGKILL"):
+        list(results)
+    with pytest.raises(HarnessError, match="load the model again"):
+        list(engine.generate(requests_of(3, 2)))
+    engine.close()
+    assert rank_pids() == []
 
 
 def answers(engine, requests):

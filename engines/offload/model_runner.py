@@ -70,6 +70,7 @@ class ModelRunner:
         try:
             yield
         finally:
+            self._former.forget()
             self.loaded.settle()
             timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
             self.loaded.expert_counts.keep()
@@ -178,6 +179,7 @@ class ModelRunner:
     def _reset(self) -> None:
         """Recovers from a failed pass, whose KV blocks the prefix cache may list as filled."""
         loaded = self.loaded
+        self._former.forget()
         if loaded.cache.host_attention is not None:
             loaded.cache.host_attention.settle()
         loaded.cache.reset_prefix_cache()

@@ -55,6 +55,10 @@ class PassFormer:
             return ahead
         return self._form(scheduler, now_s, ahead=False)
 
+    def forget(self) -> None:
+        """Forgets the pass that was formed ahead, and its sequences."""
+        self._ahead = None
+
     def look_ahead(self, flight: Flight[S], now_s: float) -> None:
         """What needs none of a pass's logits, while its last matrix is multiplied: its sequences advance, those without
         steps left end, the next pass is formed where that pays, and the one before is summed up."""

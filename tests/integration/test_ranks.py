@@ -29,6 +29,7 @@ class Job:
 
     def __init__(self, folder):
         self.folder = folder
+        self._started = []
         with_kernels(folder / "cache")
         save_with_tokenizer(folder / "opt-6.7b")
         lines = [{"prompt": f"w{5 + i} w{9 + i} w7", "max_tokens": 40, "ignore_eos": True} for i in range(40)]
@@ -43,8 +44,19 @@ class Job:
         return ["generate", *files, "--set", "policy.gpu_batch_size=2", "--set", f"policy.pipeline={ranks}"]
 
     def start(self, command, **variables):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment | variables, **pipes)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
+        process = subprocess.Popen(command, cwd=self.folder, env=self.environment | variables, **pipes)
+        self._started.append(process)
+        return process
+
+    def close(self):
+        """Ends what is left of the processes of a test that failed."""
+        while self._started:
+            process = self._started.pop()
+            if process.poll() is None:
+                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    each.kill()
+                process.communicate()
 
     def run(self, command, **variables):
         process = self.start(command, **variables)
@@ -75,7 +87,8 @@ def alone(tmp_path_factory):
 def job(alone):
     """The same without answers."""
     alone[0].folder.joinpath("answers.jsonl").unlink(missing_ok=True)
-    return alone[0]
+    yield alone[0]
+    alone[0].close()
 
 
 def texts(rows):
@@ -211,10 +224,7 @@ print(rank_pids())
 def test_a_link_that_drops_ends_the_job_with_why(job):
     with network(RankLink(None, 0.001), 2) as made:
         command = made.wrap([sys.executable, "-c", STALLED, "opt-6.7b", "cache"])
-        process = subprocess.Popen(
-            command, cwd=job.folder, env=job.environment | made.env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        process = job.start(command, **made.env)
         assert process.stdout.readline() == "begun\n"
         enter = ["nsenter", f"--net={made.namespaces[1]}"]
         subprocess.run([*enter, "ip", "link", "set", "link0", "down"], check=True)

@@ -280,6 +280,21 @@ def test_a_rate_ends_once_its_latency_is_known_closely_enough() -> None:
     assert burst.window_s == 400.0
 
 
+def test_a_rate_is_looked_at_again_at_twice_as_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after every answer: some interval is narrow by chance. What the rule says is taken at once."""
+    looks: list[int] = []
+
+    def is_enough(requests: Sequence[ServedRequest], latencies: object, width: float) -> bool:
+        looks.append(len(requests))
+        return len(looks) == 3
+
+    monkeypatch.setattr("harness.run.online.is_close", is_enough)
+    served = run(spec_of(rate=1.0, duration_s=900.0, process="constant", stop_when=api.StopWhen(0.05)),
+                 rate_tok_s=100.0)[0]  # fmt: skip
+    assert looks == pytest.approx([100, 200, 400], abs=2)
+    assert len(served.requests) == pytest.approx(400, abs=3)
+
+
 @pytest.mark.parametrize("width", [0.1, 0.3])
 def test_an_interval_of_batch_means_holds_the_mean_as_often_as_it_says(width: float) -> None:
     """Of waiting times that depend on those before them: where a sample is called close, its mean is."""

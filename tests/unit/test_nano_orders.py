@@ -158,16 +158,13 @@ def test_answers_in_any_order_are_those_without_nano_batches(model, reference, c
     [("opt", f"{NANOFLOW} cut=0.4 attention=0.5"), ("gpt2", NANOFLOW), ("gemma2", NANOFLOW),
      ("mixtral", "KQV0 KQV1 KQV2 KQV3 O0 O1 UG0 D0")],
 )  # fmt: skip
-def test_other_architectures_run_orders(kind, order, tmp_path, cache, load):
+def test_other_architectures_run_orders(kind, order, tmp_path, cache):
     """Biases, transposed matrices, windows, and experts, which are for all nano-batches at once."""
     model = tiny(tmp_path / kind, kind, **OTHERS.get(kind, {}))
     requests = requests_of(3, 8)
-    found = []
-    for nano_batches in (1, order):
-        engine, _ = load(model, cache, nano_batches=nano_batches, weights=(0.0, 0.5, 0.5), **SWEEP)
-        found.append(answers(engine, requests))
-        engine.close()
-    assert found[0] == found[1]
+    alone, found = (load_and_answer(model, cache, requests, nano_batches=n, weights=(0.0, 0.5, 0.5), **SWEEP)[0]
+                    for n in (1, order))  # fmt: skip
+    assert alone == found
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
@@ -198,15 +195,13 @@ def test_one_half_of_the_batch_is_a_layer_ahead(model, cache, load, monkeypatch)
     assert ahead[0] < ahead[1]
 
 
-def test_an_order_that_would_fill_the_ring_overlaps_attention_only(tmp_path, cache, load):
+def test_an_order_that_would_fill_the_ring_overlaps_attention_only(tmp_path, cache):
     model = tiny(tmp_path, "llama", intermediate_size=2048)
     order = "KQV0 O0 UG0 D0 KQV1 O1 UG1 D1"  # which keeps a layer until the second half has passed through it
     requests = requests_of(4, 6)
-    found = []
-    for nano_batches in (1, order):
-        engine, report = load(model, cache, nano_batches=nano_batches, weights=(0.0, 0.0, 1.0), **SWEEP)
-        found.append(answers(engine, requests))
-        engine.close()
-    assert found[0] == found[1]
+    (alone, _), (found, report) = (
+        load_and_answer(model, cache, requests, nano_batches=n, weights=(0.0, 0.0, 1.0), **SWEEP) for n in (1, order)
+    )
+    assert alone == found
     assert report.policy.nano_batches == 2
     assert any("nano-batches overlap attention only" in note for note in report.notes)

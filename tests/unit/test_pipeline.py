@@ -1,8 +1,6 @@
 """One model on several ranks: what is announced, what travels, who did what, and answers that are one process's."""
 
 import itertools
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,17 @@ from engines.offload.pipeline.ranks import Ranks
 from engines.offload.pipeline.stages import equal_stages
 from engines.offload.pipeline.wire import Int8Wire, PlainWire
 from harness.api import HarnessError, TraceEvent
-from tests.offload import OTHERS, all_greedy, answers, exact_score, load, rank_pids, requests_of, tiny
+from tests.offload import (
+    OTHERS,
+    all_greedy,
+    answers,
+    check_a_killed_rank_is_named,
+    exact_score,
+    load,
+    rank_pids,
+    requests_of,
+    tiny,
+)
 
 
 @st.composite
@@ -251,15 +259,7 @@ def test_a_rank_that_dies_is_named_and_nothing_is_left(model, cache):
     engine, _ = load(model, cache, pipeline=3, schedule="sweep", gpu_batch_size=2)
     ranks = rank_pids()
     assert len(ranks) == 2
-    results = engine.generate(requests_of(3, 8, eos=False))
-    next(results)
-    os.kill(ranks[0], signal.SIGKILL)
-    with pytest.raises(HarnessError, match=r"all ranks have ended: rank \d died of SIGKILL"):
-        list(results)
-    with pytest.raises(HarnessError, match="load the model again"):
-        list(engine.generate(requests_of(3, 2)))
-    engine.close()
-    assert rank_pids() == []
+    check_a_killed_rank_is_named(engine, ranks[0])
 
 
 def test_more_ranks_than_layers_are_refused_before_any_is_started(model, cache, monkeypatch):

@@ -1,8 +1,6 @@
 """A part of every matrix on each rank: which part, what is refused, what travels, and one process's answers."""
 
 import multiprocessing
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -24,8 +22,19 @@ from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, convert
 from engines.planning.nanoflow import Devices, operations
 from engines.planning.workload import VALUE_BYTES, Lengths
-from harness.api import HardwareLimits, HarnessError, OffloadPolicy, UnsupportedError
-from tests.offload import CONFIGS, OTHERS, all_greedy, answers, exact_score, load, rank_pids, requests_of, tiny
+from harness.api import HardwareLimits, OffloadPolicy, UnsupportedError
+from tests.offload import (
+    CONFIGS,
+    OTHERS,
+    all_greedy,
+    answers,
+    check_a_killed_rank_is_named,
+    exact_score,
+    load,
+    rank_pids,
+    requests_of,
+    tiny,
+)
 
 SWEEP = {"schedule": "sweep", "gpu_batch_size": 4}
 
@@ -242,12 +251,4 @@ def test_experts_are_divided_by_rank(mixture, cache, policy):
 @pytest.mark.parametrize("model", ["opt"], indirect=True)
 def test_a_rank_that_dies_is_named(model, cache):
     engine, _ = load(model, cache, tensor=4, **SWEEP)
-    results = engine.generate(requests_of(3, 8, eos=False))
-    next(results)
-    os.kill(rank_pids()[0], signal.SIGKILL)
-    with pytest.raises(HarnessError, match=r"all ranks have ended: rank \d died of SIGKILL"):
-        list(results)
-    with pytest.raises(HarnessError, match="load the model again"):
-        list(engine.generate(requests_of(3, 2)))
-    engine.close()
-    assert rank_pids() == []
+    check_a_killed_rank_is_named(engine, rank_pids()[0])

@@ -120,7 +120,6 @@ class AttentionTask:
         self._layer = layer
         self._operands = query, key, value
         self._spec = spec
-        self._kernel = batch.context.kernel
         self._on_host: HostAttentionTask | None = None
         self._output: torch.Tensor | None = None
 
@@ -128,7 +127,7 @@ class AttentionTask:
         """Writes keys and values to the cache and calls the kernel, perhaps `beside` other batches' products; blocks
         while the cache's blocks arrive."""
         batch, context, layer = self._batch, self._batch.context, self._layer
-        self._kernel = context.kernel_beside if beside else context.kernel
+        kernel = context.kernel_beside if beside else context.kernel
         first, *others = batch.parts
         blocks = context.cache.layer(layer, first.number)
         began = context.timeline.now()  # not before: the cache's waits have a lane of their own
@@ -142,17 +141,17 @@ class AttentionTask:
         lse = None if self._on_host is None else self._on_host.lse
         if self._spec.value_topk != context.value_topk:
             self._spec = replace(self._spec, value_topk=context.value_topk)
-        outputs = [self._attend(first, blocks, query, key, value, lse)]
+        outputs = [self._attend(kernel, first, blocks, query, key, value, lse)]
         context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
         for part in others:
             blocks, began = context.cache.layer(layer, part.number), context.timeline.now()
-            outputs.append(self._attend(part, blocks, query, key, value, lse))
+            outputs.append(self._attend(kernel, part, blocks, query, key, value, lse))
             context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
         self._output = torch.cat(outputs) if others else outputs[0]
 
     def _attend(
-        self, part: Part, blocks: LayerBlocks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        lse: torch.Tensor | None,
+        self, kernel: AttentionKernel, part: Part, blocks: LayerBlocks, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, lse: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Writes a part's keys and values to its `blocks` and attends to them."""
         context = self._batch.context
@@ -160,7 +159,7 @@ class AttentionTask:
             query, key, value = (tensor[:, part.rows] for tensor in (query, key, value))
             lse = None if lse is None else lse[part.rows]
         context.cache.write(blocks, part.slot_mapping, key, value)
-        output = self._kernel(query, blocks, part.metadata, self._spec, lse)
+        output = kernel(query, blocks, part.metadata, self._spec, lse)
         context.cache.leave(self._layer, part.number)
         return output
 

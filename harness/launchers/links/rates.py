@@ -61,7 +61,7 @@ def _trip(here: socket.socket, there: socket.socket) -> float:
 
 
 def _bulk(here: socket.socket, there: socket.socket, seconds: float) -> float:
-    """Bits/s that arrive while data is sent for some seconds."""
+    """Bits/s that arrive while data is sent for some seconds. Raises OSError where too little does to tell."""
 
     def send() -> None:
         piece, end = bytes(_PIECE), time.perf_counter() + seconds
@@ -76,6 +76,8 @@ def _bulk(here: socket.socket, there: socket.socket, seconds: float) -> float:
     while count := there.recv_into(buffer):
         arrived.append((time.perf_counter(), count))
     sender.join()
+    if len(arrived) < 2:
+        raise OSError(f"{sum(count for _, count in arrived)} bytes arrived in one piece")
     (first, _), (last, _) = arrived[0], arrived[-1]
     middle = (first + last) / 2
     latter = [(at, count) for at, count in arrived if at >= middle]

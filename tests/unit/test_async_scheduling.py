@@ -229,6 +229,22 @@ def test_one_thread_forms_no_pass_ahead(model, cache):
     engine.close()
 
 
+def test_preemptions_of_all_runs_are_counted(model, cache, monkeypatch):
+    engine, formed = loaded(model, cache, POLICIES["row"] | {"async_scheduling": False}), []
+    form = BlockScheduler.next_pass
+
+    def preempting(self, *args):
+        self.preemptions += 2
+        formed.append(self)
+        return form(self, *args)
+
+    monkeypatch.setattr(BlockScheduler, "next_pass", preempting)
+    for _ in range(2):
+        assert len(list(engine.generate([request_of(3)]))) == 1
+    assert len(set(map(id, formed))) == 2 and engine.stats().preemptions == 2 * len(formed)
+    engine.close()
+
+
 def test_after_a_pass_that_fails_with_its_sequences_gone_the_next_requests_run(model, cache, monkeypatch):
     engine = loaded(model, cache, POLICIES["sweep"])
     [alone] = engine.generate([request_of(3)])

@@ -24,7 +24,7 @@ from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.processes import follow
 from engines.offload.pipeline.ranks import Loaded
 from engines.offload.pipeline.rates import Machine, ToldRates, measured
-from engines.offload.pipeline.started import rank_variables
+from engines.offload.pipeline.started import own_rank, rank_variables
 from engines.offload.pipeline.wire import wire_of
 from harness.api import HarnessError
 
@@ -33,7 +33,7 @@ def main() -> int:
     """Runs the rank that the environment names. Of a rank that cannot join the others, one line says why."""
     try:
         os.environ |= rank_variables(os.environ)
-        return _run(int(os.environ.get("RANK", "0")))
+        return _run(own_rank())
     except HarnessError as exc:
         sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {exc}\n")
         return 1

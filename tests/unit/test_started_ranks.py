@@ -14,7 +14,7 @@ from engines.offload.pipeline.links import Links, LostRankError
 from engines.offload.pipeline.pulse import beat
 from engines.offload.pipeline.ranks import Ranks
 from engines.offload.pipeline.stages import order_of
-from engines.offload.pipeline.started import STORE, first_host, rank_variables, require_ranks
+from engines.offload.pipeline.started import STORE, first_host, own_rank, rank_variables, require_ranks, world
 from engines.offload.pipeline.wire import PlainWire
 from harness.api import HarnessError
 from tests.offload import load, tiny
@@ -55,6 +55,20 @@ def test_a_batch_script_one_task_and_torchrun_under_srun_are_none():
     assert rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == {}
     with pytest.raises(HarnessError, match=r"srun does not say 'SLURM_STEP_NODELIST'.* or set RANK, WORLD_SIZE"):
         rank_variables({name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"})
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"])
+def test_a_variable_of_a_step_that_is_no_number_is_named(name):
+    with pytest.raises(HarnessError, match=rf"{name} is 'x' in the environment, which is no number"):
+        rank_variables({**STEP, name: "x"})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(name, monkeypatch):
+    for each in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(each, "x" if each == name else "1")
+    with pytest.raises(HarnessError, match=f"{name} is 'x' in the environment"):
+        assert (own_rank(), world()) is None
 
 
 def test_as_many_ranks_are_started_as_the_policy_has(monkeypatch, tmp_path):

@@ -16,7 +16,12 @@ def world() -> int | None:
     """How many ranks torchrun or srun started together with this process; None where neither started it."""
     if STORE in os.environ or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    return int(os.environ["WORLD_SIZE"])
+    return _number(os.environ, "WORLD_SIZE")
+
+
+def own_rank() -> int:
+    """The rank that the environment names, 0 where it names none. Raises HarnessError for one that is no number."""
+    return _number(os.environ, "RANK") if "RANK" in os.environ else 0
 
 
 def require_ranks(count: int) -> None:
@@ -38,16 +43,25 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environ or tasks == "1":
         return {}
     try:
-        rank, world = int(environ["SLURM_PROCID"]), int(tasks)
-        step = 16 * int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID", "0"))
+        rank, world = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+        step = 16 * _number(environ, "SLURM_JOB_ID") + (
+            _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+        )
         host = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-    except (KeyError, ValueError) as exc:
+    except KeyError as exc:
         raise HarnessError(
             f"a step of {tasks} tasks, but srun does not say {exc}: start the ranks by srun, or set RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT"
         ) from exc
     port = environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _PORTS)
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """The number that a variable has. Raises HarnessError for one that has none, KeyError where it is not there."""
+    if not environ[name].isdecimal():
+        raise HarnessError(f"{name} is {environ[name][:40]!r} in the environment, which is no number: unset or set it")
+    return int(environ[name])
 
 
 def first_host(nodes: str) -> str:

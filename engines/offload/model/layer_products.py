@@ -98,7 +98,7 @@ class LayerProducts:
 
     def replace_experts(self, module: Any, path: str, leaf: str, shape: tuple[int, ...]) -> list[Matrix]:
         """The matrices of all of a mixture's experts, by transformers' experts interface."""
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # not every transformers has it
             raise UnsupportedError(f"{type(module).__name__} norms each expert's output, which engine offload does not")
         name = f"{path}.{leaf}"
         module.offload_experts = partial(self._experts, module, path)

@@ -44,9 +44,13 @@ class _Stream:
 class _Event:
     def __init__(self, stream):
         self._stream, self._at = stream, stream.asked
+        self._asked_s = time.perf_counter()
 
     def synchronize(self):
         self._stream.run(self._at)
+
+    def __getitem__(self, first):  # as stamps have it
+        return self._asked_s
 
 
 class _Tensor(torch.Tensor):
@@ -240,6 +244,11 @@ class Pretend:
             for to, source in pairs:
                 stream.add(lambda to=to, source=source: _real(to).copy_(_real(source)))
             return _Event(stream)
+
+    def timed_copy(self, to, source, after=()):
+        with _lock:
+            began = _Event(self._up)
+            return began, self.copy([(to, source)], after)
 
     def mark(self):
         return _Event(self.stream)

@@ -83,7 +83,7 @@ class Executor:
                 if self._experts.needs(self._tiles[op.tile].matrix):
                     if not self._stream.is_ready():  # compute meanwhile, and free slots for it
                         self._catch_up()
-                    in_ring[op.tile] = self._stream.next(op.tile)
+                    in_ring[op.tile] = self._next(op.tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
@@ -98,12 +98,21 @@ class Executor:
                     for batch in batches:
                         batch.resume_paused()
 
+    def _next(self, tile: int) -> torch.Tensor:
+        """The bytes of the tile that is loaded next."""
+        if self._loaded.device.where.type == "cpu":
+            return self._stream.next(tile)
+        began = self._timeline.begin()
+        stored = self._stream.next(tile)
+        self._timeline.end("wait", "stall", began)
+        return stored
+
     def _multiply(self, op: Op, batches: Sequence[RunningBatch], in_ring: dict[int, torch.Tensor]) -> None:
         """Adds an operation's tiles to the product of their matrices, which the first tile starts."""
         tile = self._tiles[op.tile]
         if not self._experts.needs(tile.matrix):
             return
-        began = self._timeline.now()
+        began = self._timeline.begin()
         if self._product is None:
             requests = self._requests(tile.matrix, op, batches)
             self._product = JointGemm(requests, self._outputs[tile.matrix], self._loaded.gemms[tile.stored])
@@ -124,7 +133,7 @@ class Executor:
                 self._add(resident, self._loaded.resident[resident.index])
         if self._product is not None:
             self._release(self._product)
-        self._timeline.add("compute", tile.matrix, began, self._timeline.now())
+        self._timeline.end("compute", tile.matrix, began)
 
     def _call_beside_product(self, meanwhile: Callable[[], None]) -> None:
         began, product = time.perf_counter(), self._product
@@ -136,10 +145,10 @@ class Executor:
 
     def _multiply_at_once(self, run: ResidentRun, request: GemmRequest) -> Sequence[torch.Tensor]:
         """The products of a batch that is alone with matrices that are resident as a whole."""
-        began, matrix = self._timeline.now(), request.matrices[0]
+        began, matrix = self._timeline.begin(), request.matrices[0]
         product = JointGemm([request], self._outputs[matrix], run.backend)
         product.add_run(run)
-        self._timeline.add("compute", matrix, began, self._timeline.now())
+        self._timeline.end("compute", matrix, began)
         [rows] = product.parts
         assert rows is not None
         return rows
@@ -152,11 +161,13 @@ class Executor:
 
     def _catch_up(self) -> None:
         """Multiplies what was added to the product that runs, if any."""
-        if (product := self._product) is not None:
-            began = self._timeline.now()
+        if (product := self._product) is None:
+            return
+        if product.is_pooled:
+            began = self._timeline.begin()
             product.wait()
-            self._release(product)
-            self._timeline.add("compute", product.matrix, began, self._timeline.now())
+            self._timeline.end("compute", product.matrix, began)
+        self._release(product)
 
     def _finish(self) -> None:
         """Completes and ends the product that runs, if any."""

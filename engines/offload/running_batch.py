@@ -42,25 +42,25 @@ class RunningBatch:
 
     def resume(self, stop_at_attention: bool) -> None:
         """Resumes the batch, if it has an answer: up to its next matrix, or only to its attention."""
-        began = self._timeline.now()
+        began = self._timeline.begin()
         if isinstance(self.stopped_for, Attending):
             self.answer = self.stopped_for.wait(self._device)
-            self._timeline.add("compute", AWAITING, began, self._timeline.now())
-            began = self._timeline.now()
+            self._timeline.end("compute", AWAITING, began)
+            began = self._timeline.begin()
         if self.answer is None:
             return
         self.stopped_for = self._greenlet.switch(self.answer)
         if isinstance(self.stopped_for, Attending) and not stop_at_attention:
             self.stopped_for = self._greenlet.switch(self.stopped_for.wait(self._device))
         self.answer = None
-        self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+        self._timeline.end("compute", BETWEEN, began)
 
     def resume_paused(self) -> None:
         """Resumes the batch from a pause, once the other batches have reached it too; alone it may pause again."""
         while self.stopped_for is PAUSED:
-            began = self._timeline.now()
+            began = self._timeline.begin()
             self.stopped_for = self._greenlet.switch()
-            self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+            self._timeline.end("compute", BETWEEN, began)
 
     def abandon(self) -> None:
         """Waits for a running attention, since its KV blocks may soon belong to another sequence."""

@@ -80,6 +80,7 @@ class Timeline:
         """Forgets all passes."""
         self._spans: list[_Untimed] = []
         self._idle_s = 0.0
+        self._ended: Any = None  # where the last `end` was
         self._computed_s: float | None = None  # when the last pass had its logits, if somebody waits for the next one
         self._closed: list[tuple[int, list[_Untimed], float]] = []  # passes: rows, spans, idle seconds
         self._most_rows = -1
@@ -93,10 +94,23 @@ class Timeline:
         """Adds a span; times are of `time.perf_counter` or of `now`."""
         self._spans.append((lane, name, start, end))
 
+    def begin(self) -> Any:
+        """When work begins that is asked for next, for `end`: now, or on a device where the last work's `end` was, as
+        it goes from one to the next and each stamp costs the host as much as a launch."""
+        if self._clock is None or self._ended is None:
+            self._ended = self.now()
+        return self._ended
+
+    def end(self, lane: str, name: str, began: Any) -> None:
+        """Adds a span from `began` to now."""
+        self._ended = self.now()
+        self.add(lane, name, began, self._ended)
+
     def begin_pass(self) -> None:
         """Computing begins. Since the last pass nothing computed, though somebody waited unless `rest` was called."""
         if self._computed_s is not None:
             self.add_idle(time.perf_counter() - self._computed_s)
+        self._ended = None
         self.rest()
 
     def rest(self) -> None:

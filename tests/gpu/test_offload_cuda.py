@@ -5,6 +5,7 @@ What it asks of a device is held on every machine by tests/unit/test_offload_dev
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_quantized_output_on_a_device_is_the_hosts(model, cache, bits, load_on_d
 def test_sixteen_bits_run_in_sixteen_bits(tmp_path, cache, dtype, load_on_device):
     model = tiny(tmp_path / "m", "llama", dtype)
     engine, report = load_on_device(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 1.0, 0.0))
-    requests = requests_of(4, 6, eos=False)
+    requests = [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests_of(4, 6)]
     tokens = answers(engine, requests)
     assert report.compute_dtype == str(dtype).removeprefix("torch.")
     assert all(len(tokens[r.id]) == r.sampling.max_tokens for r in requests)

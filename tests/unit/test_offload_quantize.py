@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.hadamard import compiled_hadamard, hadamard
+from engines.offload.kernels.hadamard import compiled_hadamard, device_hadamard, hadamard
 from engines.offload.kernels.quantizer import compiled_quantizer, numba_quantizer
 from engines.offload.memory.storage import BITS, GROUPS, Grouped
 from harness.api import UnsupportedError
@@ -112,6 +112,7 @@ def test_a_rotation_is_a_hadamard_matrix_in_parts(columns, size):
     matrix = torch.block_diag(*[hadamard_matrix(size)] * (columns // size))
     torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(device_hadamard()(x.half()), hadamard(x.half()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rotated_row_does_not_depend_on_the_others():

@@ -1,5 +1,6 @@
 """The CUDA device: the one class that calls torch.cuda."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class Cuda:
         self.where = torch.device("cuda", torch.cuda.current_device())
         self._up, self._kv, self._down = (torch.cuda.Stream() for _ in range(3))
         self._side, self.partition, self._context = _side_stream(attention_units)
+        self._local = threading.local()
         self._pinned = 0
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
@@ -62,18 +64,45 @@ class Cuda:
     ) -> torch.cuda.Event:
         down = bool(pairs) and pairs[0][0].device.type == "cpu"
         stream = self._down if down else self._kv if kv else self._up
-        with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
+        for event in after:
+            stream.wait_event(event)
+        here = self._here
+        torch.cuda.set_stream(stream)
+        try:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-            return stream.record_event(torch.cuda.Event(blocking=True))
+        finally:
+            torch.cuda.set_stream(here)
+        return stream.record_event(torch.cuda.Event(blocking=True))
+
+    def timed_copy(
+        self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = ()
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        for event in after:
+            self._up.wait_event(event)
+        began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        began.record(self._up)
+        here = self._here
+        torch.cuda.set_stream(self._up)
+        try:
+            to.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(here)
+        ended.record(self._up)
+        return began, ended
+
+    @property
+    def _here(self) -> torch.cuda.Stream:
+        """This thread's stream. Kept: torch makes an object of it at each call, and a pass has thousands."""
+        if (stream := getattr(self._local, "stream", None)) is None:
+            stream = self._local.stream = torch.cuda.current_stream()
+        return stream
 
     def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+        return self._here.record_event(torch.cuda.Event(blocking=True))
 
     def join(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
+        self._here.wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         # torch keeps the pinned copy until the transfer has read it
@@ -93,19 +122,23 @@ class Cuda:
         return downloaded
 
     def run_async(self, work: Callable[[], None]) -> torch.cuda.Event:
-        before = self.mark()
+        before, here = self.mark(), self._here
         with torch.cuda.stream(self._side):
             self._side.wait_event(before)
-            work()
-            return self.mark()
+            self._local.stream = self._side
+            try:
+                work()
+                return self.mark()
+            finally:
+                self._local.stream = here
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(torch.cuda.current_stream())
+        tensor.record_stream(self._here)
         return tensor
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._here)
         return event
 
     def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:

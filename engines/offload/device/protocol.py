@@ -70,6 +70,9 @@ class Accelerator(Device, Clock, Protocol):
         slot.
         """
 
+    def timed_copy(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> tuple[Event, Event]:
+        """As `copy`, of one weight tile to the device: when it begins and ends, as events that are stamps too."""
+
     def mark(self) -> Event:
         """After everything that this thread has asked the device to compute."""
 

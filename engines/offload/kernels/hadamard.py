@@ -9,6 +9,7 @@ at run time, without changing weights.
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -36,10 +37,20 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return rotated.mul(_scale(size)).view(x.shape)
 
 
-def compiled_hadamard(cache: Path, threads: int) -> Hadamard:
+def device_hadamard() -> Hadamard:
+    """`hadamard` as one product with the matrix: on a device launches cost more than arithmetic."""
+
+    @cache
+    def matrix(columns: int, device: torch.device) -> torch.Tensor:
+        return hadamard(torch.eye(columns, device=device))
+
+    return lambda x: x.float() @ matrix(x.shape[-1], x.device)
+
+
+def compiled_hadamard(folder: Path, threads: int) -> Hadamard:
     """`hadamard` by the C++ kernel, to the same bits. Raises NoCompilerError where it cannot be built."""
     arguments = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int]
-    kernel = function(CSRC / "hadamard.cpp", "hadamard", arguments, cache)
+    kernel = function(CSRC / "hadamard.cpp", "hadamard", arguments, folder)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=torch.float32).copy_(x)

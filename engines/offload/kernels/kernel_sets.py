@@ -12,7 +12,7 @@ from engines.offload.kernels import least_squares, panels
 from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
-from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
+from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, device_hadamard, hadamard
 from engines.offload.kernels.layer_blocks import RowWriter, compiled_writer, torch_writer
 from engines.offload.kernels.quantizer import (
     Quantizer,
@@ -197,7 +197,7 @@ class DeviceKernels:
         return 0, 0
 
     def hadamard(self) -> Hadamard:
-        return hadamard
+        return device_hadamard()
 
     def rms_norm(self) -> RMSNorm | None:
         return None

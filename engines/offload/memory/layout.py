@@ -121,16 +121,19 @@ def model_tiles(
     matrices: Sequence[Matrix], layers: WeightStorage, outside: WeightStorage, tile_values: int | None = None
 ) -> list[WeightTile]:
     """The tiles of a model whose decoder layers are stored as `layers` and whose other matrices as `outside`."""
-    return tiles_of(matrices, [layers if m.in_layer else outside for m in matrices], tile_values)
+    stored = [layers if m.in_layer else outside for m in matrices]
+    return tiles_of(matrices, stored, tile_values, rows_only=tile_values is not None)
 
 
 def tiles_of(
-    matrices: Sequence[Matrix], stored: Sequence[WeightStorage], tile_values: int | None = None
+    matrices: Sequence[Matrix], stored: Sequence[WeightStorage], tile_values: int | None = None, rows_only: bool = False
 ) -> list[WeightTile]:
     """The tiles of all matrices in order, one file a group, every tile page-aligned in its file.
 
     stored: how each matrix is stored.
     tile_values: values of a tile at most; None to derive it from the model's size.
+    rows_only: matrices are cut between rows: products of columns have to be added up, which costs a device more
+    launches than the product itself.
     """
     total = sum(m.rows * m.columns for m in matrices)
     size = tile_values or min(TILE_VALUES, max(_LEAST_VALUES, total // _TILES))
@@ -138,7 +141,7 @@ def tiles_of(
     tiles: list[WeightTile] = []
     for matrix, storage in zip(matrices, stored, strict=True):
         file = f"{matrix.group}.bin"
-        for axis, start, stop in _cuts(matrix, storage, size):
+        for axis, start, stop in _cuts(matrix, storage, size, rows_only):
             shape = (stop - start, matrix.columns) if axis == 0 else (matrix.rows, stop - start)
             nbytes = storage.matrix_bytes(*shape)
             offset = ends.get(file, 0)
@@ -171,13 +174,13 @@ def joined_spans(spans: Sequence[range], joins: Sequence[Sequence[str]]) -> list
     return [range(run[0].start, run[-1].stop) for run in runs]
 
 
-def _cuts(matrix: Matrix, stored: WeightStorage, size: int) -> list[tuple[int, int, int]]:
+def _cuts(matrix: Matrix, stored: WeightStorage, size: int, rows_only: bool) -> list[tuple[int, int, int]]:
     """(axis, start, stop) of each tile.
 
     The longer side is cut, as tiles near to squares reuse inputs and outputs best, and between whole groups. Panels are
     whole rows, so that their tiles' products do not have to be added up.
     """
-    by_rows = matrix.rows >= matrix.columns or isinstance(stored, Panels)
+    by_rows = rows_only or matrix.rows >= matrix.columns or isinstance(stored, Panels)
     axis, length = (0, matrix.rows) if by_rows else (1, matrix.columns)
     cut_axis = 0 if isinstance(stored, Panels) else stored.group_axis if isinstance(stored, Grouped) else 1
     grain = stored.grain if axis == cut_axis else 1

@@ -175,8 +175,8 @@ def padded_output(rows: int, outputs: int, like: torch.Tensor, zeros: bool = Tru
     Of `zeros` for libraries: oneDNN's bfloat16 kernels for AMX read past a row's end where its columns are no multiple
     of their tiles, and multiply what is there by zero: NaN, if uninitialized memory happens to hold one.
     """
-    if rows == 1 and not zeros:
-        return like.new_empty(1, outputs)
+    if (rows == 1 and not zeros) or like.device.type != "cpu":  # a device's library needs neither
+        return like.new_empty(rows, outputs)
     padded = like.new_empty(rows, outputs + _ROW_PAD)
     if zeros:
         padded[:, outputs:] = 0

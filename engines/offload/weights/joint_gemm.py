@@ -49,12 +49,14 @@ class JointGemm:
         self._backend = backend
         counts = [request.x.shape[0] for request in operands]
         rows = sum(counts)
-        padded = rows if backend.pool else padded_rows(rows, self._x.element_size())
+        library = backend.pool is None and self._x.device.type == "cpu"
+        padded = padded_rows(rows, self._x.element_size()) if library else rows
         if len(operands) > 1 or padded > rows:
             self._x = padded_output(padded, self._x.shape[1], self._x)
             torch.cat([request.x for request in operands], out=self._x[:rows])
-            self._x[rows:] = 0
-        self._outs = [padded_output(padded, count, self._x, zeros=backend.pool is None) for count in outputs]
+            if padded > rows:
+                self._x[rows:] = 0
+        self._outs = [padded_output(padded, count, self._x, zeros=library) for count in outputs]
         self.parts: list[Sequence[torch.Tensor] | None] = [self._outs]
         if len(requests) > 1 or padded > rows:
             by_operand = zip(*(torch.split(out[:rows], counts) for out in self._outs), strict=True)
@@ -119,6 +121,11 @@ class JointGemm:
     def is_done(self, number: int) -> bool:
         """Whether the tile that was added as number `number` is no longer needed."""
         return self._product is None or self._product.is_done(number)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether threads of a pool multiply what was added."""
+        return self._product is not None
 
     @property
     def is_running(self) -> bool:

@@ -4,6 +4,7 @@ import math
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,16 +16,30 @@ from engines.offload.weights.tile_reader import TileReader, page_aligned
 class Ring(ABC):
     """Slots for one tile each: the rows of `buffers` uint8 [slots, bytes]."""
 
+    #: Whether no fetch blocks, so that it needs no thread of its own.
+    never_blocks = False
+
     def __init__(self, buffers: torch.Tensor) -> None:
         self.slots = len(buffers)
         self._buffers = buffers
 
     @abstractmethod
-    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
-        """Fills slots with tiles that follow each other in their file, and returns when they are there; for any thread.
+    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> bool:
+        """Fills slots with tiles that follow each other in their file, and returns True when they are there, or False
+        where they are on their way to who will `take` them; for any thread.
 
         Raises HarnessError or OSError, as TileReader.read.
         """
+
+    def take(self, slot: int) -> tuple[Any, Any] | None:
+        """Lets work that is issued from here on use what was fetched to a slot. Returns stamps of when it was on its
+        way; None where it was there before."""
+        return None
+
+    def copy_seconds(self) -> float | None:
+        """Blocks until all that was fetched is there, and says how long that was on its way; None where `fetch` waits
+        for it."""
+        return None
 
     @abstractmethod
     def free(self, slot: int) -> None:
@@ -43,8 +58,9 @@ class HostRing(Ring):
         super().__init__(page_aligned(math.prod(size)).view(size).zero_())  # else the first reads allocate its pages
         self._reader = reader
 
-    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
+    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> bool:
         self._reader.read(tiles, [self.view(slot, tile.span) for slot, tile in zip(slots, tiles, strict=True)])
+        return True
 
     def free(self, slot: int) -> None:
         """On the host, work is done when it has been issued."""
@@ -53,7 +69,9 @@ class HostRing(Ring):
 class DeviceRing(Ring):
     """Slots on a device. A tile comes from `pinned` host memory (by index), or from disk through a staging buffer.
 
-    As many threads may fetch at once as there are `staging` buffers, pinned and of the largest tile's span.
+    As many threads may fetch at once as there are `staging` buffers, pinned and of the largest tile's span. Copies from
+    `pinned` are only begun, so that the host runs ahead of the device: it waits for a slot, and work for the copy, on
+    the device itself.
     """
 
     def __init__(
@@ -65,28 +83,45 @@ class DeviceRing(Ring):
         self._reader = reader
         self._device = device
         self._freed: list[Sequence[Event]] = [()] * self.slots  # by slot, when it may be overwritten
+        self._copied: list[tuple[Event, Event] | None] = [None] * self.slots  # by slot, since when and when it is there
+        self.never_blocks = all(tile.index in pinned for tile in tiles)
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in staging:
             self._staging.put(buffer)
 
-    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
+    def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> bool:
+        there = False
         for tile, slot in zip(tiles, slots, strict=True):
             if (pinned := self._pinned.get(tile.index)) is not None:
-                self._copy(pinned, tile, slot)
+                self._copied[slot] = self._copy(pinned, tile, slot)
                 continue
             staged = self._staging.get()
             try:
                 self._reader.read([tile], [staged[: tile.span]])
-                self._copy(staged, tile, slot)
+                self._copy(staged, tile, slot)[1].synchronize()  # for this copy only: work that is queued goes on
+                self._copied[slot], there = None, True
             finally:
                 self._staging.put(staged)
+        return there
+
+    def take(self, slot: int) -> tuple[Event, Event] | None:
+        copied, self._copied[slot] = self._copied[slot], None
+        if copied is not None:
+            self._device.join(copied[1])
+        return copied
+
+    def copy_seconds(self) -> float | None:
+        stamps = [stamp for copied in self._copied if copied is not None for stamp in copied]
+        for stamp in stamps:
+            stamp.synchronize()
+        seconds = self._device.seconds(stamps)
+        return max(seconds) - min(seconds) if self.never_blocks and seconds else None
 
     def free(self, slot: int) -> None:
         self._freed[slot] = (self._device.mark(),)
 
-    def _copy(self, source: torch.Tensor, tile: WeightTile, slot: int) -> None:
-        event = self._device.copy([(self.view(slot, tile.nbytes), source[: tile.nbytes])], self._freed[slot])
-        event.synchronize()  # waits for this copy only: work that is queued goes on
+    def _copy(self, source: torch.Tensor, tile: WeightTile, slot: int) -> tuple[Event, Event]:
+        return self._device.timed_copy(self.view(slot, tile.nbytes), source[: tile.nbytes], self._freed[slot])
 
 
 def _size(tiles: Sequence[WeightTile], slots: int) -> tuple[int, int]:

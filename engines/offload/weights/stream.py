@@ -21,7 +21,7 @@ class WeightStream:
     read. `skip` passes over the tile that is due; `decide` announces tiles that will be skipped. Tiles
     that are not among the `likely` (indices; None: all are) are not read before `decide` says that they are needed.
     What a reader raises, `next` raises. Without `ahead` a tile is read when it is asked for, and nothing else happens
-    meanwhile.
+    meanwhile. A ring whose fetches never block needs no readers: whoever frees a slot has the next tile fetched.
 
     Tiles are named by their index. Inside, a step counts tiles over all passes: step s is tiles[s % len(tiles)].
     """
@@ -36,7 +36,7 @@ class WeightStream:
         self._due = 1 << 62 if ahead else -1  # the last step that readers may begin
         self._timeline = timeline
         self.slots = ring.slots
-        self._most = max(1, self.slots // READS)  # tiles per read
+        self._most = 1 if ring.never_blocks else max(1, self.slots // READS)  # tiles per read
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # wakes readers: slots are free, or the stream has ended
         self._arrived = threading.Condition(self._lock)  # wakes the caller: tiles are there, or a reader has failed
@@ -54,13 +54,16 @@ class WeightStream:
         self._failure: HarnessError | None = None
         self._closed = False
         self.bytes_read = 0
-        self._readers = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(READERS)]
+        count = 0 if ring.never_blocks else READERS
+        self._readers = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(count)]
         try:
             for reader in self._readers if tiles else ():
                 reader.start()
         except BaseException:  # the system's limit of threads
             self.close()
             raise
+        with self._lock:
+            self._wake()
 
     def measure(self) -> float:
         """Waits until the ring is full for the first time, and returns the rate in bytes/s. Raises as `next`."""
@@ -71,8 +74,10 @@ class WeightStream:
             self._due = max(self._due, last)
             self._asked = last
             self._freed.notify_all()
+            self._wake()
             self._wait_for(range(self._taken, last + 1))
-        return self.bytes_read / max(1e-9, self._filled - self._began)
+        copying = self._ring.copy_seconds()
+        return self.bytes_read / max(1e-9, self._filled - self._began if copying is None else copying)
 
     def next(self, index: int) -> torch.Tensor:
         """The bytes uint8 [nbytes] of tile `index`, which must be the one that is due; waits until they are there.
@@ -93,7 +98,10 @@ class WeightStream:
             self._held.append(self._taken)
             slot = self._slot[self._taken]
             self._taken += 1
-        self._timeline.add("wait", "stall", began, time.perf_counter())
+        if (on_its_way := self._ring.take(slot)) is None:
+            self._timeline.add("wait", "stall", began, time.perf_counter())
+        else:
+            self._timeline.add("load", tile.matrix, *on_its_way)
         return self._ring.view(slot, tile.nbytes)
 
     def is_ready(self) -> bool:
@@ -160,20 +168,43 @@ class WeightStream:
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes a reader if there is something to read; the lock is held."""
-        if self._claimable():
-            self._freed.notify()
+        """Wakes a reader if there is something to read, or reads it; the lock is held."""
+        if not self._ring.never_blocks:
+            if self._claimable():
+                self._freed.notify()
+            return
+        while not self._closed and (steps := self._claimable()):
+            self._begin(steps)
+            self._fetch(steps)
+            self._ready.update(steps)
+            self._count(steps)
+
+    def _begin(self, steps: range) -> None:
+        """Gives steps their slots; the lock is held."""
+        self._next = steps.stop
+        self._slot.update((step, self._free.pop()) for step in steps)
+
+    def _fetch(self, steps: range) -> bool:
+        """See Ring.fetch."""
+        tiles = [self.tiles[step % len(self.tiles)] for step in steps]
+        return self._ring.fetch(tiles, [self._slot[step] for step in steps])
+
+    def _count(self, steps: range) -> None:
+        """Steps have been fetched; the lock is held."""
+        self.bytes_read += sum(self.tiles[step % len(self.tiles)].span for step in steps)
+        if steps.start < self.slots:
+            self._filled = time.perf_counter()
 
     def _read(self) -> None:
         """A reader thread."""
         while steps := self._claim():
-            tiles = [self.tiles[step % len(self.tiles)] for step in steps]
+            first = self.tiles[steps.start % len(self.tiles)]
             began = time.perf_counter()
             try:
-                self._ring.fetch(tiles, [self._slot[step] for step in steps])
+                there = self._fetch(steps)
             except Exception as exc:  # whatever it is, `next` must raise it
                 with self._lock:
-                    error = exc if isinstance(exc, HarnessError) else HarnessError(_failed(tiles[0], exc))
+                    error = exc if isinstance(exc, HarnessError) else HarnessError(_failed(first, exc))
                     self._failure = self._failure or error
                     self._arrived.notify()
                     self._freed.notify_all()
@@ -185,19 +216,17 @@ class WeightStream:
                         self._free_slot(step)
                     else:
                         self._ready.add(step)
-                self.bytes_read += sum(tile.span for tile in tiles)
-                if steps.start < self.slots:
-                    self._filled = time.perf_counter()
+                self._count(steps)
                 self._arrived.notify()
-            self._timeline.add("load", tiles[0].matrix, began, ended)
+            if there:
+                self._timeline.add("load", first.matrix, began, ended)
 
     def _claim(self) -> range:
         """The next steps to read, once their slots are free; empty when the stream has ended."""
         with self._lock:
             while not self._closed and self._failure is None:
                 if steps := self._claimable():
-                    self._next = steps.stop
-                    self._slot.update((step, self._free.pop()) for step in steps)
+                    self._begin(steps)
                     return steps
                 self._freed.wait()
         return range(0)

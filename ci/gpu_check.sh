@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # For a host with a CUDA device and no network: runs the tests that need a device, then the device suites, in parts of at
 # most eight minutes (without one-time conversions). Writes one small folder.
-#   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests gpu_4g 16bit 4bit prompts large; all of them by default
+#   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests profile gpu_4g 16bit 4bit prompts large; all by default
 # PYTHON: the interpreter with PyTorch. WHEELS: a folder of wheels that it lacks (make gpu-wheels, on a host with network).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 out=gpu-check-$(date +%F)
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 parts=("$@")
-known="tests gpu_4g 16bit 4bit prompts large"
+known="tests profile gpu_4g 16bit 4bit prompts large"
 [ ${#parts[@]} -gt 0 ] || read -ra parts <<<"$known"
 for part in "${parts[@]}"; do
   [[ " $known " == *" $part "* ]] || { echo "unknown part $part; there are $known" >&2; exit 2; }
@@ -50,15 +50,11 @@ prepare() { # SUITE CELL: creates the checkpoint and our converted copy before t
 each() { # CELL...: runs cells of the large suite, one after the other
   for cell in "$@"; do run "$cell" "$python" -m harness run suites/gpu_16g.yaml --cell "$cell" --out "$out/gpu_16g"; done
 }
-rounds() { # launches each cell of the small suite, three times
-  local cells
-  cells=$("$python" -m harness run suites/gpu_4g.yaml --dry-run | awk '{print $2}')
+rounds() { # launches the cells of the small suite in turns; what a round lacks when it is ended, the next one does
   for round in 1 2 3; do
-    for cell in $cells; do
-      run "gpu_4g-$round-$cell" "$python" -m harness run suites/gpu_4g.yaml --cell "$cell" --set "repeats=$round" \
-        --out "$out/gpu_4g"
-    done
+    run "gpu_4g-$round" "$python" -m harness run suites/gpu_4g.yaml --set "repeats=$round" --no-report --out "$out/gpu_4g"
   done
+  "$python" -m harness report "$out/gpu_4g"
 }
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch" ${site:+"$site"}' EXIT
@@ -68,9 +64,15 @@ for part in "${parts[@]}"; do
     tests)
       run tests "$python" -m pytest -p no:cacheprovider -m gpu -rs tests/gpu tests/integration/test_gpu.py \
         tests/unit/test_triton_kernels.py ;;
+    profile)
+      for policy in '"nano_batches": 1' '"nano_batches": 2' '"weight_bits": 4, "kv_bits": 4'; do
+        run "profile-$((n = ${n:-0} + 1))" "$python" -m tests.device_profile facebook/opt-6.7b --memory 4096 \
+          --policy "{\"schedule\": \"sweep\", \"gpu_batch_size\": 32, $policy}"
+      done ;;
     gpu_4g)
       prepare gpu_4g offload-row
       prepare gpu_4g offload-sweep-4bit
+      prepare gpu_4g flexgen_ref
       rounds ;;
     16bit)
       prepare gpu_16g offload-row

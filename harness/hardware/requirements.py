@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from harness.api import SuiteSpec
@@ -26,10 +27,21 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
             lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(largest)} present")
     if (cores := usable_cpus()) < need.cores:
         lacking.append(f"cores: {need.cores} required, {cores} usable")
-    free = shutil.disk_usage(nearest_existing(cache)).free
-    if free < need.disk_free and not resuming:
-        lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
+    if need.disk_free and not resuming:
+        free = shutil.disk_usage(nearest_existing(cache)).free
+        held = _held(cache)  # models and converted weights that an earlier run has left, perhaps for this one
+        if free + held < need.disk_free:
+            lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
     return lacking
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the files in a folder; other processes may remove some meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
 
 
 def _gib(value: float) -> str:

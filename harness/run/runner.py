@@ -258,9 +258,9 @@ class Runner:
 
     def _forecast(self, step: Step, record: api.RunRecord) -> api.Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
-        workload = record.spec.workload
-        if workload.kind == "task" or workload.online or not registry.engine_entry(record.spec.engine).predicted:
-            return None
+        workload, gpu = record.spec.workload, record.spec.limits.gpu
+        if workload.kind == "task" or workload.online or not registry.engine_entry(record.spec.engine).predicted or gpu:
+            return None  # no model of these, so the host is not measured for one, which takes minutes
         try:
             return registry.forecaster().forecast(record, self._host(step))
         except Exception as exc:  # a measurement is kept, whatever becomes of its prediction

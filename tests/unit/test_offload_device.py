@@ -1,5 +1,6 @@
 """The engine on a device that does everything as late as it may: the right answers, and no waiting inside a pass."""
 
+import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -214,6 +215,22 @@ def test_the_trace_tells_only_what_a_device_times(model, cache):
     assert metrics["task_products_s"] > 0
     assert metrics["pinned_bytes"] > 0
     assert not any(name.startswith("disk_") or "load" in name for name in metrics)
+
+
+@pytest.mark.parametrize(("weights", "readers"), [((0.3, 0.7, 0.0), 0), ((0.3, 0.3, 0.4), 2)])
+def test_the_host_runs_ahead_of_copies_from_pinned_memory(model, cache, weights, readers):
+    """No thread of its own waits for them; the trace has when the device made them."""
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("reader-")}
+    engine, _, _ = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=weights)
+    started = {thread for thread in threading.enumerate() if thread.name.startswith("reader-")} - before
+    list(engine.generate(requests_of(1, 3)))
+    streamed = {tile.matrix for tile in engine.loaded.stream.tiles}
+    spans = [span for span in engine.loaded.timeline.kept if span.lane == "load"]
+    engine.close()
+    assert len(started) == readers
+    assert all(span.end_s >= span.start_s for span in spans)
+    if not readers:  # those of readers are in the pass in which they read
+        assert {span.name for span in spans} == streamed
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.3, 0.3, 0.4)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.offload.kernels import panels
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.kernels.tile_pool import TilePool
-from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, tiles_of
+from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, model_tiles, tiles_of
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain
 from engines.offload.pass_ops import ALL, AttentionOverlap, attention_overlaps, pass_ops
@@ -95,7 +95,7 @@ def test_a_product_of_no_rows_is_done_at_once(cache):
     assert joint.parts[0][0].shape == (0, 16)
 
 
-@given(
+of_matrices = given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
     st.sampled_from(
         [
@@ -109,6 +109,19 @@ def test_a_product_of_no_rows_is_done_at_once(cache):
     ),
     st.integers(1, 20_000),
 )
+
+
+@of_matrices
+def test_a_devices_tiles_are_rows_that_begin_at_even_addresses(sizes, stored, tile_values):
+    matrices = [Matrix(f"m{i}", rows, columns, group) for i, (rows, columns, group) in enumerate(sizes)]
+    tiles = model_tiles(matrices, stored, stored, tile_values)
+    assert {tile.axis for tile in tiles} == {0}
+    assert all(tile.start % 64 == 0 for tile in tiles)
+    for matrix in matrices:
+        assert sum(tile.shape[0] for tile in tiles if tile.matrix == matrix.name) == matrix.rows
+
+
+@of_matrices
 def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_values):
     matrices = [Matrix(f"m{i}", rows, columns, group) for i, (rows, columns, group) in enumerate(sizes)]
     tiles = tiles_of(matrices, [stored] * len(matrices), tile_values)

@@ -42,7 +42,7 @@ def device_hadamard() -> Hadamard:
 
     @cache
     def matrix(columns: int, device: torch.device) -> torch.Tensor:
-        return hadamard(torch.eye(columns, device=device))
+        return hadamard(torch.zeros(columns, columns, device=device).fill_diagonal_(1.0))
 
     return lambda x: x.float() @ matrix(x.shape[-1], x.device)
 

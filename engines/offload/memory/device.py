@@ -279,10 +279,12 @@ class _DevicePlanner(MemoryPlanner):
         room = max(0, self._device - self._fixed(sequences) - kv.device_bytes)
         host_room = max(0, self._host - self._host_fixed() - kv.host_bytes)
         if self._policy.weights is not None:
-            room, host_room = min(room, self._held_weights[0]), min(host_room, self._held_weights[1])
+            room = min(room, self._held_weights[0])
         probabilities = self._read_probabilities(sequences)
         resident = hottest(tiles, range(len(tiles)), room, probabilities)
         others = [i for i in range(len(tiles)) if i not in resident]
+        if self._policy.weights is not None and self._policy.weights[2]:  # else all others, whatever is rounded
+            host_room = min(host_room, self._held_weights[1])
         pinned = self._pinned_tiles(others, host_room, kv, probabilities)
         on_device, on_host = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))
         parts = {"cache": kv.device_bytes, "work": each.bytes(sequences), "ring": self._ring,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ OUTSIDE = "outside"
 #: multiplied. Small models are cut into _TILES smaller ones, so that fractions of their weights can be placed.
 TILE_VALUES, _LEAST_VALUES = 2 << 20, 16 << 10
 _TILES = 256
+#: Rows of a device's tiles are whole multiples: the library has no fast product whose results begin at an odd address.
+_DEVICE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ def _cuts(matrix: Matrix, stored: WeightStorage, size: int, rows_only: bool) -> 
     axis, length = (0, matrix.rows) if by_rows else (1, matrix.columns)
     cut_axis = 0 if isinstance(stored, Panels) else stored.group_axis if isinstance(stored, Grouped) else 1
     grain = stored.grain if axis == cut_axis else 1
+    if rows_only:
+        grain = math.lcm(grain, _DEVICE_ROWS)
     grains = -(-length // grain)
     count = min(grains, -(-matrix.rows * matrix.columns // size))
     bounds = [min(length, grains * i // count * grain) for i in range(count + 1)]

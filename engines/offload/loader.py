@@ -85,7 +85,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
     balance = io_compute_balance_rows(
-        partial(needs.usage.expected_bytes, streamed), load_rate, gemm.flops, request.shape
+        partial(needs.usage.expected_bytes, streamed), load_rate, gemm.flops, request.shape, request.links_wait_s
     )
     notes = [
         *backend.notes(),

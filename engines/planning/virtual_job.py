@@ -69,7 +69,8 @@ def run_job(
     plan = replace(whole, sequences=-(-whole.sequences // groups))
     policy = replace(last.policy, gpu_batch_size=-(-last.policy.gpu_batch_size // groups))
     disk_read, flops = last.machine.profile.disk.read, last.machine.flops(_BALANCE_ROWS)
-    balance = io_compute_balance_rows(last.placed.pass_bytes, disk_read, flops, last.placed.shape)
+    wait_s = sum(link.delay_s for link in links)
+    balance = io_compute_balance_rows(last.placed.pass_bytes, disk_read, flops, last.placed.shape, wait_s)
     work = [(sequence.tokens, sequence.steps_left) for sequence in sequences[: -(-len(sequences) // groups)]]
     formed = []
     for i in range(groups):

@@ -41,7 +41,7 @@ class VirtualLink:
     """Carries `rate` bytes/s (None: any number in no time), which arrive `delay_s` seconds later."""
 
     def __init__(self, rate: float | None = None, delay_s: float = 0.0) -> None:
-        self._rate, self._delay_s = rate, delay_s
+        self._rate, self.delay_s = rate, delay_s
         self._free = self.busy_s = 0.0
 
     def carry(self, nbytes: float, ready: float) -> float:
@@ -49,7 +49,7 @@ class VirtualLink:
         seconds = nbytes / self._rate if self._rate else 0.0
         self._free = max(self._free, ready) + seconds
         self.busy_s += seconds
-        return self._free + self._delay_s
+        return self._free + self.delay_s
 
 
 @dataclass(frozen=True)

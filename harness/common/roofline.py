@@ -10,7 +10,8 @@ and of the KV cache at its mean length that exceeds the memory budget.
 A cell has two bounds: that of the batch it loaded, and that of its job, under the best batch of any size. Both assume
 perfect overlap, a budget filled with weights and cache, and the best sample of each rate, since noise only slows a
 machine. With a device, its GEMM rates count, its memory is full of weights, the remaining weights cross the link once
-per pass, and attention runs where the cache is.
+per pass, and attention runs where the cache is. Of several ranks each has the limits and rates to itself, as machines of
+their own have.
 
 The planner also bounds a profile by `block_bound`.
 """
@@ -37,7 +38,7 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     Weights and cache take the policy's bits, and memory stays within the limits of `spec`. None if a required rate was
     not measured.
     """
-    workload, policy, limits = spec.workload, spec.policy, spec.limits
+    workload, policy, limits, ranks = spec.workload, spec.policy, spec.limits, spec.policy.ranks
     if workload.num_requests != "auto":
         batch = min(batch, workload.num_requests)
     curve = machine.gemm_flops.get(compute_dtype)
@@ -50,8 +51,8 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     value = policy.value_bytes(policy.weight_bits, plain)
     weights = in_layers * value + shape.head_params * plain
     needed = weights + cached * shape.kv_bytes_per_token(1) * policy.value_bytes(policy.kv_bits, plain)
-    on_device = limits.device_memory or 0
-    on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory - on_device)
+    on_device = ranks * (limits.device_memory or 0)
+    on_disk = 0 if limits.host_memory is None else max(0, needed - ranks * limits.host_memory - on_device)
     if not curve or (on_disk and not machine.disk_read) or bool(on_device) != bool(machine.h2d):
         return None
     prefill, decode = shape.block_flops(batch, prompt, generated)
@@ -61,7 +62,7 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     compute_s = min(in_step, mixed)
     disk_s = generated * on_disk / min(max(machine.disk_read), limits.disk_bandwidth or math.inf) if on_disk else 0.0
     link_s = generated * max(0, weights - on_device) / max(machine.h2d) if on_device else 0.0
-    return block_bound(batch * generated, compute_s, disk_s, link_s)
+    return block_bound(batch * generated, compute_s / ranks, disk_s / ranks, link_s / ranks)
 
 
 def job_roofline(

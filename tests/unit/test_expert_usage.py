@@ -331,6 +331,8 @@ def test_at_the_balance_a_pass_computes_as_long_as_it_reads_and_below_it_does_no
     assert rows == 1 or computes(rows - 1) < nbytes(rows - 1) / 1e6
     assert computes(rows) >= nbytes(rows) / 1e6 * (1 - 1e-9)
     assert io_compute_balance_rows(lambda rows: 0, 1e6, flops, shape) == 1
+    waiting = io_compute_balance_rows(nbytes, 1e6, flops, shape, wait_s := computes(rows + 7.5))
+    assert waiting == rows + 8 and computes(waiting) >= wait_s, "prompts fill the time in which links are waited for"
 
 
 def planned(schedule="sweep", batch=128, model="twin/quarter-of-olmoe", lengths=(128, 16), counts=(), **policy):

@@ -97,6 +97,13 @@ def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
+def test_ranks_have_limits_and_rates_of_their_own():
+    of_two = bound(TEN, 4, 60_000, rates(1e9), policy=replace(EXACT, pipeline=2), disk=500_000)
+    twice = bound(TEN, 4, 120_000, rates(2e9), disk=1_000_000)
+    assert of_two == twice and of_two.limited_by == "disk"
+    assert bound(TEN, 4, 10**9, rates(1e9), policy=replace(EXACT, tensor=4)).disk_s == 0
+
+
 def test_experts_that_nobody_asks_for_need_not_be_read():
     mixture = replace(SMALL, params_idle=50_000, params_total=SMALL.params_total + 50_000)
     model = replace(SMALL_MODEL, shape=mixture, weight_bytes=SMALL_MODEL.weight_bytes + 100_000)

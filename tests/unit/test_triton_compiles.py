@@ -30,10 +30,10 @@ def shared(kernel, types, constants, capability):
     return compiled.metadata.shared
 
 def attend(query, rows, itemsize, bits, dim, group, prompts, capability):
-    pointers = dict(query=query, resident=rows, staged=rows, sinks="fp32", out=query, lse="fp32", starts="i32",
+    pointers = dict(query=query, resident=rows, staged=rows, sinks="fp32", out=query if prompts else "fp32", lse="fp32", starts="i32",
                     cached="i32", table="i32", segments="i32", firsts="i32")
     numbers = ("query_head", "query_row", "query_column", "resident_blocks", "resident_block", "staged_block",
-               "kv_value", "kv_head", "kv_token", "table_row", "out_row", "out_head", "window", "code_bytes", "groups")
+               "kv_value", "kv_head", "kv_token", "table_row", "out_row", "out_head", "tokens", "window", "code_bytes", "groups")
     types = {k: "*" + v for k, v in pointers.items()} | dict.fromkeys(numbers, "i32") | {"scale": "fp32", "cap": "fp32"}
     constants = triton_attention.tile(dim, itemsize, group, prompts) | dict(
         BLOCK=8, STAGED=True, WINDOW=True, CAP=True, SINKS=True, LSE=True, BITS=bits, GROUP=0 if bits == 16 else 64,
@@ -50,6 +50,8 @@ for kernel, types, constants in (
 numbers = dict.fromkeys(("rows", "columns", "width"), "i32")
 print(shared(triton_panels._unpack12, {"chunks": "*u8", "out": "*i16"} | numbers,
              dict(PANEL=16, CHUNK=64, CHUNK_BYTES=1552), capability))
+print(shared(triton_attention._merge, {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "out_lse": "*fp32",
+             "tokens": "i32", "heads": "i32"}, dict(PARTS=32, DIM=128, WIDTH=128, LSE=True), capability))
 for case in (("fp16", "fp16", 2, 16, 128, 1, True), ("bf16", "bf16", 2, 16, 128, 8, False),
              ("fp16", "u8", 2, 4, 128, 1, True), ("fp16", "fp16", 2, 16, 256, 2, True),
              ("fp32", "u8", 4, 3, 80, 3, False)):
@@ -72,5 +74,5 @@ def test_kernels_compile_and_fit_a_multiprocessor(capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     taken = [int(line) for line in done.stdout.split()]
-    assert len(taken) == 8
+    assert len(taken) == 9
     assert max(taken) <= SHARED[capability], taken

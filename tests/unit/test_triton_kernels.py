@@ -16,7 +16,7 @@ from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.quantizer import exact12_pack
 from engines.offload.kernels.reference_attention import reference_attention
-from engines.offload.kernels.triton_attention import triton_attention
+from engines.offload.kernels.triton_attention import parts_of, triton_attention
 from engines.offload.kernels.triton_panels import unpack12
 from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -126,6 +126,31 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse[0], lse[1], rtol=2e-5, atol=2e-5)
     assert torch.equal(triton_attention(stored)(query, blocks, segments, spec), found)
+
+
+@pytest.mark.parametrize("stored", [Plain("float32"), Grouped(4, 64)], ids=lambda s: s.name)
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (None, True), (300, True)])
+def test_a_long_context_shared_by_several_programs_is_attended_to_as_a_whole(stored, window, sinks) -> None:
+    """Beside a short one, and one all of whose blocks are elsewhere."""
+    cached, kv_heads, group, dim = [1100, 5, -1], 2, 3, 32
+    blocks, table = pages_of(stored, [n + 1 for n in cached], kv_heads, dim, 4)
+    segments = AttentionMetadata.of([1] * 3, cached, table, lambda tensor: tensor.to(DEVICE))
+    query = torch.randn(kv_heads * group, 3, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    spec = AttentionSpec(dim**-0.5, window, None, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
+    lse = [torch.empty(3, kv_heads * group, device=DEVICE) for _ in range(2)]
+    found = triton_attention(stored, wanted=100)(query, blocks, segments, spec, lse[0])
+    expected = triton_attention(stored, wanted=1)(query, blocks, segments, spec, lse[1])
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(lse[0], lse[1], rtol=2e-5, atol=2e-5)
+    without = triton_attention(stored, wanted=100)(query, blocks, segments, spec)
+    assert torch.equal(without, found)
+
+
+def test_a_context_is_shared_while_the_device_has_room() -> None:
+    assert parts_of(16_384, 64, programs=32, wanted=264) == 16, "the first power of two that fills it"
+    assert parts_of(16_384, 64, programs=264, wanted=264) == 1
+    assert parts_of(700, 64, programs=1, wanted=264) == 2, "each has four tiles of keys"
+    assert parts_of(1 << 20, 64, programs=1, wanted=264) == 32
 
 
 def test_all_blocks_may_be_staged() -> None:

@@ -59,6 +59,15 @@ class LoadRequest:
         return whole if stage is None else stage_shape(whole, stage.last - stage.first, stage.is_last)
 
     @property
+    def links_wait_s(self) -> float:
+        """Seconds that the links' delay adds to a pass: of its announcement, and of the hidden states that leave each
+        stage but the last; or of a layer's two sums, for each of which ranks exchange their parts twice."""
+        if self.policy.ranks == 1:
+            return 0.0
+        messages = 1 + 4 * self.shape.num_layers if self.policy.tensor > 1 else self.policy.pipeline
+        return messages * (self.limits.link_delay_s or 0.0)
+
+    @property
     def mean_new(self) -> int:
         """Tokens that a sequence generates, on average; at least 1."""
         job = self.job

@@ -10,8 +10,8 @@ and of the KV cache at its mean length that exceeds the memory budget.
 A cell has two bounds: that of the batch it loaded, and that of its job, under the best batch of any size. Both assume
 perfect overlap, a budget filled with weights and cache, and the best sample of each rate, since noise only slows a
 machine. With a device, its GEMM rates count, its memory is full of weights, the remaining weights cross the link once
-per pass, and attention runs where the cache is. Of several ranks each has the limits and rates to itself, as machines of
-their own have.
+per pass, and attention runs where the cache is. Of several ranks each has the limits and rates to itself, as if it were
+a machine of its own.
 
 The planner also bounds a profile by `block_bound`.
 """

@@ -30,10 +30,11 @@ def shared(kernel, types, constants, capability):
     return compiled.metadata.shared
 
 def attend(query, rows, itemsize, bits, dim, group, prompts, capability):
-    pointers = dict(query=query, resident=rows, staged=rows, sinks="fp32", out=query if prompts else "fp32", lse="fp32", starts="i32",
-                    cached="i32", table="i32", segments="i32", firsts="i32")
+    pointers = dict(query=query, resident=rows, staged=rows, sinks="fp32", out=query if prompts else "fp32", lse="fp32",
+                    starts="i32", cached="i32", table="i32", segments="i32", firsts="i32")
     numbers = ("query_head", "query_row", "query_column", "resident_blocks", "resident_block", "staged_block",
-               "kv_value", "kv_head", "kv_token", "table_row", "out_row", "out_head", "tokens", "window", "code_bytes", "groups")
+               "kv_value", "kv_head", "kv_token", "table_row", "out_row", "out_head", "tokens", "window", "code_bytes",
+               "groups")
     types = {k: "*" + v for k, v in pointers.items()} | dict.fromkeys(numbers, "i32") | {"scale": "fp32", "cap": "fp32"}
     constants = triton_attention.tile(dim, itemsize, group, prompts) | dict(
         BLOCK=8, STAGED=True, WINDOW=True, CAP=True, SINKS=True, LSE=True, BITS=bits, GROUP=0 if bits == 16 else 64,

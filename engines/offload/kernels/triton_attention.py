@@ -1,8 +1,8 @@
 """Attention of a packed batch over the paged KV cache on a CUDA device, in Triton, for plain and packed blocks.
 
 One kernel for prompts and decode tokens: a program takes a tile of one segment's tokens with the query heads of one
-key/value head, and walks the blocks that they see with an online softmax. Where there are too few such tiles to fill the
-device, as with one long sequence, several programs share the context of each and a second kernel merges what they
+key/value head, and walks the blocks that they see with an online softmax. Where there are too few such tiles to fill
+the device, as with one long sequence, several programs share the context of each and a second kernel merges what they
 found. Sources: FlashAttention-2 (Dao 2023), section 3; PagedAttention (Kwon et al. 2023), section 4.1; Flash-Decoding
 (Dao et al. 2023).
 """
@@ -27,8 +27,8 @@ _FULL, _MOST_PARTS, _LEAST_TILES = 2, 32, 4
 
 
 def parts_of(context: int, keys: int, programs: int, wanted: int) -> int:
-    """How many programs share a `context` of so many tokens, in tiles of `keys`, where there are `programs` without, and
-    `wanted` fill the device; a power of two."""
+    """How many programs share a `context` of so many tokens, in tiles of `keys`: a power of two. Without sharing there
+    are `programs`, and `wanted` fill the device."""
     parts = 1
     while 2 * parts <= min(_MOST_PARTS, context // (keys * _LEAST_TILES)) and parts * programs < wanted:
         parts *= 2
@@ -158,7 +158,7 @@ def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
     stop = tl.minimum(end, origin + share)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 (one is decided when the kernel is compiled)
         if part == 0:
             maximum = tl.load(sinks + head, mask=real, other=0).to(tl.float32)
             total += 1.0

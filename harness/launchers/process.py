@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from harness.launchers.links.network import Network, network
 from harness.launchers.memory import make_group
 from harness.launchers.protocol import WORKER
 from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
+
+#: Where this code's packages are.
+_CODE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class ProcessSandbox:
         environment |= env
         if self.packages is not None:
             environment["PYTHONPATH"] = str(self.packages)
+        elif Path(sysconfig.get_path("purelib")) != _CODE:  # a checkout: perhaps not the one that is installed here
+            environment["PYTHONPATH"] = os.pathsep.join([str(_CODE), *filter(None, [environment.get("PYTHONPATH")])])
         try:
             with open_regular(log, "ab", follow=False) as sink:
                 return subprocess.Popen(

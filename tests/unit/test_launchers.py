@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,16 @@ def test_settings_that_reach_an_engine_are_told_but_for_those_that_the_cell_deci
     limits = replace(SPEC.limits, threads=2)
     assert "OMP_NUM_THREADS" not in launcher.inherited(replace(SPEC, limits=limits), process)
     assert "OMP_NUM_THREADS" not in launcher.inherited(replace(SPEC, env={"OMP_NUM_THREADS": "3"}), process)
+
+
+def test_a_worker_runs_the_code_that_starts_it(monkeypatch, tmp_path):
+    """Not that of another checkout, which is installed here."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    log = tmp_path / "log"
+    request = SimpleNamespace(threads=None, gpu=False, env={}, exchange=SimpleNamespace(log=log))
+    told = "import harness, sys; print(harness.__file__); print('/elsewhere' in sys.path)"
+    assert ProcessSandbox()._start(request, [sys.executable, "-P", "-c", told], {}).wait() == 0
+    assert log.read_text().splitlines() == [str(_ROOT / "harness" / "__init__.py"), "True"]
 
 
 def test_a_process_has_the_variables_of_its_engine_and_of_its_cell(monkeypatch):

@@ -133,6 +133,9 @@ def test_a_sweep_holds_all_weights_where_enough_sequences_fit_beside_them():
         assert len(plan.resident) == all_tiles and plan.slots == 0
         assert plan.sequences < most.sequences
         assert plan.total_bytes <= budget * MIB
+    plan = plan_host_memory(request(), policy, 3300 * MIB, rates(disk=0.5e9))
+    apart = plan_host_memory(request(), policy, 3300 * MIB, replace(rates(disk=0.5e9), wait_s=20.0))
+    assert apart.sequences > 5 * plan.sequences, "each pass waits for links"
     many = plan_host_memory(request(), policy, 2800 * MIB, rates(disk=8e9))
     assert len(many.resident) < all_tiles, "too few sequences would fit beside all weights"
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 
 import torch
 
@@ -75,6 +76,7 @@ class HostBackend(Backend):
         if refusal is not None or self._may_be_faster:
             hidden, scratch = self._load.model.shape.hidden, self._load.job.scratch
             if rates := pass_rates(way, hidden, self.kernels, scratch, limits.disk_bandwidth):
+                rates = replace(rates, wait_s=self._load.links_wait_s)
                 # a stage's cache stays in memory, as its layers were counted
                 disk = shutil.disk_usage(scratch).free if self._load.stage is None else 0
                 self._plan = plan_host_memory(request, policy, limits.host_memory, rates, disk)

@@ -34,6 +34,7 @@ class PassRates:
     memory: bytes/s of keys and values that attention reads, where products are computed.
     write: bytes/s that the disk takes; infinite where that was not measured.
     link: with a device behind a link; None without.
+    wait_s: seconds that a pass waits for other ranks' links, whatever it does.
     """
 
     disk: float
@@ -42,6 +43,7 @@ class PassRates:
     memory: float
     write: float = math.inf
     link: LinkRates | None = None
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class JobPasses:
         slowest resource, or all of them together."""
         overlap = self.policy.overlap
         return sum(
-            count * self._time(compute, attention, rows, traffic).seconds(overlap)
+            count * (self._time(compute, attention, rows, traffic).seconds(overlap) + self.rates.wait_s)
             for count, rows, compute, attention in self._passes
         )
 

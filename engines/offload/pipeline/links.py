@@ -25,6 +25,9 @@ _SENDS = 64
 #: How long a rank may take for the hidden states of one pass before it counts as lost, in seconds.
 PATIENCE_S = 600.0
 _FOREVER = timedelta(days=365)
+#: Numbers of an announcement that travel in its first message, as all of a pass with some dozen decoding sequences do.
+#: A second one arrives two delays of the link later, as its receiver says first that it waits for it.
+_HEAD = 1024
 #: Tags: passes with their hidden states; and what these must not be taken for while passes are under way: answers, and
 #: the parts of sums and logits.
 _PASSES, _ANSWERS, _PARTS = range(3)
@@ -66,12 +69,15 @@ class Links:
 
     def announced(self) -> tuple[What, torch.Tensor]:
         """What the leader announces next, however long that takes. Raises LostRankError."""
-        head = torch.empty(2, dtype=torch.long)
+        head = torch.empty(_HEAD, dtype=torch.int32)
         self._receive(head, 0, _FOREVER)
-        body = torch.empty(int(head[1]), dtype=torch.int32)
-        if len(body):
-            self._receive(body, 0, self._patience)
-        return What(int(head[0])), body
+        what, count = head[:2].tolist()
+        inline = head[2 : 2 + count]
+        if count <= len(inline):
+            return What(what), inline
+        rest = torch.empty(count - len(inline), dtype=torch.int32)
+        self._receive(rest, 0, self._patience)
+        return What(what), torch.cat([inline, rest])
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Hidden states [rows, width] in host memory to the next stage."""
@@ -147,9 +153,13 @@ class Links:
 
     def _tell(self, rank: int, what: What, numbers: torch.Tensor | None) -> None:
         body = torch.empty(0, dtype=torch.int32) if numbers is None else numbers
-        self._send(torch.tensor([what, len(body)]), rank)
-        if len(body):
-            self._send(body, rank)
+        head = torch.zeros(_HEAD, dtype=torch.int32)
+        head[0], head[1] = int(what), len(body)
+        inline = body[: _HEAD - 2]
+        head[2 : 2 + len(inline)] = inline
+        self._send(head, rank)
+        if len(body) > len(inline):
+            self._send(body[len(inline) :].contiguous(), rank)
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int = _PASSES) -> None:
         with self._lock:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 #: Windows has no SIGHUP.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+#: Signals that have asked the command to end, in their order.
+_came: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
@@ -18,13 +20,19 @@ class Stopped(KeyboardInterrupt):
         self.signum = signum
 
 
-def exit_code(exc: BaseException | None) -> int:
-    """The exit code of a command that an exception, or one that led to it, ended: 128 and the signal's number."""
+def exit_code(exc: BaseException | None) -> int | None:
+    """The exit code of a command that ends with an exception to which a signal led, perhaps by way of an error of what
+    cleans up: 128 and the signal's number. None where no signal did.
+
+    Ray raises a KeyboardInterrupt of its own for a signal that comes while it waits: then it is the last signal.
+    """
     while exc is not None:
         if isinstance(exc, Stopped):
             return 128 + exc.signum
+        if isinstance(exc, KeyboardInterrupt):
+            return 128 + (_came[-1] if _came else signal.SIGINT)
         exc = exc.__cause__ or exc.__context__
-    return 128 + signal.SIGINT
+    return None
 
 
 @contextlib.contextmanager
@@ -32,9 +40,11 @@ def stopping() -> Iterator[None]:
     """Raises Stopped in the main thread at each of these signals, unless it is ignored, as nohup ignores SIGHUP. A
     process forked from this one, such as a worker of multiprocessing that its pool ends by SIGTERM, just ends."""
     command = os.getpid()
+    _came.clear()
 
     def stop(signum: int, frame: object) -> None:
         if os.getpid() == command:
+            _came.append(signum)
             raise Stopped(signum)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

@@ -79,6 +79,10 @@ def connected(address: str) -> Iterator[Cluster]:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as exc:
         raise HarnessError(f"--ray {address}: {_reason(exc)}") from exc
+    except SystemExit:  # of Ray's handler
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
     finally:
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)

@@ -196,6 +196,8 @@ def test_the_guides_job_for_slurm(job, alone):
     variables = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_PROCID": "0"}
     job.run(["bash", "-eu", "job.sh"], **variables)
     assert texts(job.rows()) == alone[1]
+    err = job.run(["bash", "-eu", "job.sh"], **variables)
+    assert "rank 1: nothing to do: rank 0 has ended" in err, "all answers are there"
 
 
 STALLED = """

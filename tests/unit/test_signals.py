@@ -1,10 +1,12 @@
 """Signals end a command in its exit code, and leave handlers as they were."""
 
+import contextlib
 import importlib.machinery
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import types
 
 import click
@@ -13,7 +15,7 @@ import pytest
 from harness.api import HarnessError
 from harness.cli.errors import one_line_errors
 from harness.cli.signals import stopping
-from harness.cluster.connection import connected
+from harness.cluster.connection import connected, signals_held
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -72,6 +74,28 @@ def test_a_keyboard_interrupt_of_ray_s_keeps_the_signals_exit_code():
     with pytest.raises(SystemExit) as ended, one_line_errors(), stopping():
         interrupt(plain=True)
     assert ended.value.code == 143
+
+
+class Closing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_where_nothing_can_be_raised_comes_again():
+    with pytest.raises(SystemExit) as ended, one_line_errors(), stopping():
+        Closing()
+        time.sleep(60)
+    assert ended.value.code == 143
+
+
+def test_a_signal_while_ray_is_imported_is_not_lost():
+    """Its module of Cython drops what is raised meanwhile."""
+    done = []
+    with pytest.raises(SystemExit) as ended, one_line_errors(), stopping(), signals_held():
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        done.append(True)
+    assert ended.value.code == 143 and done
 
 
 def test_a_signal_while_ray_connects_is_the_commands(monkeypatch):

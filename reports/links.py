@@ -4,8 +4,9 @@ Source: FlexGen (Sheng et al. 2023), section 6.3, figure 4 and table 13, where P
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from harness.api import RankLink
 from harness.common.published import published_rows
@@ -20,6 +21,7 @@ from reports.vega import Datum, Panel, layer
 #: The published prompt length that is shown, as suites have it; the paper has three.
 _PROMPT = "512"
 _ONE_NODE = "one node"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ class _Point:
 
     @property
     def link(self) -> str:
-        link = self.linked.spec.limits.link
-        return "" if link is None else link_words(link)
+        return _link_of(self.linked)
 
     @property
     def generated(self) -> int:
@@ -51,6 +52,10 @@ def link_words(link: RankLink) -> str:
     """A link's delay and rate, such as `10 ms, 100 Mbit/s`."""
     rate = finite(link.rate)
     return f"{with_unit(finite(link.delay_s) or 0.0, 's')}, {with_unit(rate, 'bit/s') if rate else 'no limit'}"
+
+
+def _link_of(row: CellSummary) -> str:
+    return "" if row.spec.limits.link is None else link_words(row.spec.limits.link)
 
 
 def per_node(row: CellSummary) -> float | None:
@@ -180,35 +185,58 @@ def _latency_ratio(point: _Point) -> float | None:
     return quotient(latency(point.alone), latency(point.linked)) if point.alone else None
 
 
+def _curves(items: Iterable[T], cell_of: Callable[[T], CellSummary]) -> list[tuple[str, list[T]]]:
+    """Items whose cells differ in nothing but how many tokens they generate, by that number; each such group under the
+    names of its cells, without the lengths that a suite adds to them."""
+
+    def setting(item: T) -> tuple[str, str]:
+        row = cell_of(item)
+        return replace(row.spec, workload=replace(row.spec.workload, gen_len=1)).fingerprint(), row.kind
+
+    def short_name(item: T) -> str:
+        row = cell_of(item)
+        return row.name.removesuffix(f"-{row.spec.workload.label}")
+
+    def length(item: T) -> int:
+        return cell_of(item).spec.workload.gen_len
+
+    groups = [sorted(group, key=length) for group in grouped(items, setting).values()]
+    return [(", ".join(dict.fromkeys(map(short_name, group))), group) for group in groups]
+
+
 def _crossovers(points: Sequence[_Point]) -> Table:
-    """For each link, who has less latency and who more throughput per node, by generated length."""
+    """For the cells of each link and setting, who has less latency and who more throughput per node, by generated
+    length."""
     lines = []
-    for link, group in grouped(points, lambda p: p.link).items():
-        cells = [Cell(link)]
+    for name, group in _curves(points, lambda p: p.linked):
+        cells = [Cell(group[0].link), Cell(name)]
         for ratio_of in (_latency_ratio, _throughput_ratio):
-            ratios = sorted({p.generated: ratio for p in group if (ratio := ratio_of(p))}.items())
+            ratios = [(p.generated, ratio) for p in group if (ratio := ratio_of(p))]
             cells.append(Cell(crossover(ratios, "ranks over links", _ONE_NODE)) if ratios else _cell(MISSING))
         lines.append(cells)
-    columns = [Column("Link", numeric=False), *(Column(title, numeric=False, wide=True)
+    columns = [Column("Link", numeric=False), Column("Cells", numeric=False), *(Column(title, numeric=False, wide=True)
                for title in ("Less latency", "More throughput per node"))]  # fmt: skip
     return plain_table("Where ranks over links and one node that offloads cross", columns, lines)
 
 
 def _panels(points: Sequence[_Point]) -> list[Panel]:
-    """Latency and throughput per node against generated length, a curve a link and one for one node."""
+    """Latency and throughput per node against generated length, a curve for each link and setting, and for one node."""
     kinds = (
         ("Latency by generated length", "seconds of the whole job", "s", latency),
         ("Throughput per node by generated length", "generated tok/s per node", "tok/s per node", per_node),
     )
-    names = [*dict.fromkeys(p.link for p in points), _ONE_NODE][-len(vega.COLOURS) :]
-    alone = {p.generated: p.alone for p in points if p.alone}
-    curves = [(p.link, p.linked) for p in points] + [(_ONE_NODE, row) for _, row in sorted(alone.items())]
+    linked = _curves([p.linked for p in points], lambda row: row)
+    several = len({p.link for p in points}) < len(linked)
+    alone = _curves({id(p.alone): p.alone for p in points if p.alone}.values(), lambda row: row)
+    curves = [(name if several else _link_of(rows[0]), rows) for name, rows in linked]
+    curves += [(f"{_ONE_NODE}: {name}" if len(alone) > 1 else _ONE_NODE, rows) for name, rows in alone]
+    names = [name for name, _ in curves][-len(vega.COLOURS) :]
     panels = []
     for title, axis, unit, get in kinds:
         data: list[Datum] = [
             {"cell": name, "generated": row.spec.workload.gen_len, "value": value,
              "tooltip": f"{name}, {row.spec.workload.gen_len} tokens: {number(value)} {unit}"}
-            for name, row in curves if name in names and (value := get(row))
+            for name, rows in curves if name in names for row in rows if (value := get(row))
         ]  # fmt: skip
         by_cell = vega.distinct("cell", names)
         spec = vega.chart(

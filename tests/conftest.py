@@ -84,6 +84,18 @@ def load():
         yield load_for_test
 
 
+@pytest.fixture
+def link_programs():
+    """The rights and programs that links between ranks need. CI fails without them, others are told."""
+    from harness.api import Refusal
+    from harness.launchers.links.network import require_links
+
+    try:
+        require_links()
+    except Refusal as refusal:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(refusal.reason)
+
+
 @pytest.fixture(scope="session")
 def gguf_file():
     """SmolLM2-135M-Instruct in the package that carries it."""

@@ -114,7 +114,7 @@ def with_tiles(
 
 def _meta_model(request: LoadRequest, dtype: Dtype) -> MetaModel:
     path, shape, compute = Path(request.model.path), request.model.shape, getattr(torch, dtype)
-    whole, stage = MetaModel(path, shape, compute, tensor=request.part), request.stage
+    whole, stage = MetaModel(path, shape, compute, tensor=request.shard), request.stage
     return whole if stage is None or stage.is_whole else MetaModel(path, shape, compute, (stage, whole.flow))
 
 

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -21,28 +21,36 @@ from engines.offload.kernels import HostKernels
 from engines.offload.loader import load
 from engines.offload.pipeline.follower import Follower
 from engines.offload.pipeline.links import Links
+from engines.offload.pipeline.meeting import LeaderEndedError, led
 from engines.offload.pipeline.processes import follow
 from engines.offload.pipeline.ranks import Loaded
-from engines.offload.pipeline.rates import Machine, ToldRates, measured
-from engines.offload.pipeline.started import own_rank, rank_variables
+from engines.offload.pipeline.rates import Machine, MeasuredRates, measured
+from engines.offload.pipeline.started import own_rank, rank_variables, world
 from engines.offload.pipeline.wire import wire_of
 from harness.api import HarnessError
 
 
 def main() -> int:
-    """Runs the rank that the environment names. Of a rank that cannot join the others, one line says why."""
+    """Runs the rank that the environment names. Of a rank that cannot join the others, one line says why, and where
+    rank 0 has ended the exit status is rank 0's."""
     try:
         os.environ |= rank_variables(os.environ)
-        return _run(own_rank())
+        if rank := own_rank():
+            _follow(rank)
+        else:
+            _lead()
     except HarnessError as exc:
         sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {exc}\n")
-        return 1
+        return exc.code if isinstance(exc, LeaderEndedError) else 1
+    return 0
 
 
-def _run(rank: int) -> int:
-    if rank == 0:
+def _lead() -> None:
+    with nullcontext() if world() in (None, 1) else led():
         runpy.run_module("harness", run_name="__main__", alter_sys=True)
-        return 0
+
+
+def _follow(rank: int) -> None:
     with ExitStack() as resources:
 
         @cache
@@ -56,7 +64,7 @@ def _run(rank: int) -> int:
             kernels = kernels_in(request.job.cache)
             return backend_for(request, kernels, resources, None), kernels
 
-        def measure(request: LoadRequest) -> ToldRates | None:
+        def measure(request: LoadRequest) -> MeasuredRates | None:
             return measured(request, *ready(request))
 
         def load_stage(request: LoadRequest) -> tuple[Loaded, Callable[[Sequence[int]], None]]:
@@ -70,7 +78,6 @@ def _run(rank: int) -> int:
             return Loaded.of(loaded), run
 
         follow(measure, load_stage)
-    return 0
 
 
 if __name__ == "__main__":

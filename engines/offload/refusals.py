@@ -1,6 +1,6 @@
 """What the offload engine cannot run, as far as a cell tells before anything is loaded. Imports no torch."""
 
-from engines.offload.memory.tensor_part import refuse_undivided
+from engines.offload.memory.tensor_shard import refuse_undivided
 from harness.api import HardwareLimits, LocalModel, OffloadPolicy, UnsupportedError
 
 

@@ -14,6 +14,7 @@ from harness.cli.signals import exit_code
 from harness.common.printable import GrowingPrintable, printable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_HARDWARE, EXIT_INFEASIBLE, EXIT_UNDECIDED = 1, 2, 3, 4, 5
+EXIT_INTERRUPTED = 130
 
 
 #: What is said where a library, a thread or a map finds no memory, such as under `ulimit -v`.
@@ -25,29 +26,32 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns a HarnessError or a click error into a line on stderr and exit code 2, and a signal such as Ctrl-C into
-    its exit code."""
-    from harness.api import HarnessError, HarnessErrors
+    its exit code, whatever fails on the way out."""
+    from harness.api import HarnessError, HarnessErrors, first_line
 
     try:
         yield
     except HarnessErrors as exc:
-        _exit_usage(*str(exc).split("\n"))
+        _exit_usage(exc, *str(exc).split("\n"))
     except HarnessError as exc:
-        _exit_usage(str(exc))
+        _exit_usage(exc, str(exc))
     except click.ClickException as exc:
         vars(exc)["message"] = printable(_line(exc.message))  # which is final to type checkers
         with contextlib.suppress(OSError):  # a full stderr
             exc.show()
         sys.exit(exc.exit_code)
     except (click.Abort, KeyboardInterrupt) as exc:
-        sys.exit(exit_code(exc))
-    except BrokenPipeError:
+        sys.exit(exit_code(exc) or EXIT_INTERRUPTED)
+    except BrokenPipeError as exc:
         drop(sys.stdout)
-        sys.exit(0)
+        sys.exit(exit_code(exc) or 0)
     except Exception as exc:
-        if (text := _in_words(exc)) is None:
+        text = _in_words(exc)
+        if text is None and exit_code(exc) is not None:
+            text = f"while the command ended: {type(exc).__name__}: {first_line(exc)}"
+        if text is None:
             raise
-        _exit_usage(text)
+        _exit_usage(exc, text)
 
 
 def _in_words(exc: Exception) -> str | None:
@@ -144,9 +148,9 @@ def settle_stderr() -> None:
         drop(sys.stderr)
 
 
-def _exit_usage(*errors: str) -> NoReturn:
+def _exit_usage(exc: BaseException, *errors: str) -> NoReturn:
     say("harness: " + "\n".join(map(_line, errors)), err=True)
-    sys.exit(EXIT_USAGE)
+    sys.exit(exit_code(exc) or EXIT_USAGE)
 
 
 def _line(text: str) -> str:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -71,7 +72,8 @@ def connected(address: str) -> Iterator[Cluster]:
             f"--ray {address}: nobody answers there; give HOST:PORT of the cluster's head, as `ray start --head` says"
         )
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # it would print of every worker that dies, on stdout
-    import ray
+    with signals_held():
+        import ray
 
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     try:
@@ -79,6 +81,10 @@ def connected(address: str) -> Iterator[Cluster]:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as exc:
         raise HarnessError(f"--ray {address}: {_reason(exc)}") from exc
+    except SystemExit:  # of Ray's handler
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
     finally:
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, handler)
@@ -88,6 +94,27 @@ def connected(address: str) -> Iterator[Cluster]:
         raise HarnessError(_gone(address)) from exc
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM come when the context ends: while Ray is imported, what handlers raise may be dropped."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {
+        signum: signal.signal(signum, lambda number, frame: came.append(number))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(signum) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def answers(address: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import HarnessError, first_line
-from harness.cluster.connection import AUTO, Cluster, answers, connected
+from harness.cluster.connection import AUTO, Cluster, answers, connected, signals_held
 from harness.common.files import os_errors
 from harness.common.packages import install_extra
 from harness.common.scratch import scratch_folder
@@ -107,7 +107,8 @@ def _wait_for_nodes(cluster: Cluster, jobs: list[Any], note: Callable[[str], Non
 @contextmanager
 def _head(scratch: Path) -> Iterator[str]:
     """The address of a head without cores: nothing is computed on this host."""
-    import ray
+    with signals_held():
+        import ray
 
     with closing(socket.socket()) as free:
         free.bind(("", 0))

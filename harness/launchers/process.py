@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.api import Exchange, HarnessError, Outcome, Refusal, RunSpec, WorkerRequest
@@ -38,12 +39,14 @@ class ProcessSandbox:
 
     def run(self, request: WorkerRequest) -> Outcome:
         with ExitStack() as resources:
-            linked = None
+            linked, began = None, time.monotonic()
             if request.link is not None:
                 try:
-                    linked = resources.enter_context(network(request.link, request.ranks))
+                    linked = resources.enter_context(network(request.link, request.ranks, request.timeout_s))
                 except Refusal as refusal:
                     return Outcome(None, 0, refusal=refusal)
+                spent = time.monotonic() - began  # of the launch's time
+                request = replace(request, timeout_s=max(0.0, request.timeout_s - spent))
             return self._run(request, linked)
 
     def _run(self, request: WorkerRequest, linked: Network | None) -> Outcome:

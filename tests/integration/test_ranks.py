@@ -16,7 +16,7 @@ from harness.api import RankLink
 from harness.launchers.links.network import network
 from tests.integration.conftest import wait_for
 from tests.offload import save_with_tokenizer, with_kernels
-from tests.unit.test_links import needs_root
+from tests.unit.test_links import needs_links
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "many-machines.md").read_text()
@@ -196,6 +196,8 @@ def test_the_guides_job_for_slurm(job, alone):
     variables = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_PROCID": "0"}
     job.run(["bash", "-eu", "job.sh"], **variables)
     assert texts(job.rows()) == alone[1]
+    err = job.run(["bash", "-eu", "job.sh"], **variables)
+    assert "rank 1: nothing to do: rank 0 has ended" in err, "all answers are there"
 
 
 STALLED = """
@@ -220,9 +222,9 @@ print(rank_pids())
 """
 
 
-@needs_root
+@needs_links
 def test_a_link_that_drops_ends_the_job_with_why(job):
-    with network(RankLink(None, 0.001), 2) as made:
+    with network(RankLink(None, 0.001), 2, 60) as made:
         command = made.wrap([sys.executable, "-c", STALLED, "opt-6.7b", "cache"])
         process = job.start(command, **made.env)
         assert process.stdout.readline() == "begun\n"

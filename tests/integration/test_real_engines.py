@@ -1,7 +1,6 @@
 """Real engines through the real command line on a small random model: same tokens, real limits, real damage."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -147,7 +146,7 @@ def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model
     assert "median error" in told.stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="links between ranks need root and tc")
+@pytest.mark.usefixtures("link_programs")
 def test_ranks_over_a_slow_link_answer_as_one_process(cli, model):
     """Each token takes the way from rank 0 to rank 1 and back."""
     run(cli, model, """

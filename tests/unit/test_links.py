@@ -15,18 +15,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.api import HardwareLimits, HarnessError, RankLink, Refusal, UnsupportedError
+from harness.api import (
+    CalibrateHost,
+    Exchange,
+    HardwareLimits,
+    HarnessError,
+    RankLink,
+    Refusal,
+    UnsupportedError,
+    WorkerRequest,
+)
 from harness.common.rank_network import INTERFACE, address, in_own_namespace, leader_address
+from harness.launchers import process
 from harness.launchers.links import network as links
-from harness.launchers.links.network import network, require_links
+from harness.launchers.links.network import Network, network, require_links
 from harness.launchers.links.relay import OFFLOADS, relay
+from harness.run.store import is_done
 from harness.suite.config import load_cell
+from tests.records import failed
 
 ROOT = Path(__file__).parents[2]
-needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or any(shutil.which(name) is None for name in ("ip", "tc", "nsenter")),
-    reason="network namespaces need root, ip, tc and nsenter",
-)
+needs_links = pytest.mark.usefixtures("link_programs")
 HARDWARE = [bytes((2, 0, 0, 0, 0, i)) for i in range(3)]
 
 
@@ -80,10 +89,10 @@ def test_a_relay_delays_by_no_less_than_it_should_and_lets_all_that_wait_pass_to
 SEEN = "import socket; print(*sorted(name for _, name in socket.if_nameindex()), sep=',')"
 
 
-@needs_root
+@needs_links
 def test_ranks_see_their_link_only_and_what_was_asked_is_what_is_measured(monkeypatch):
     before = psutil.net_if_addrs().keys()
-    with network(RankLink(50_000_000, 0.03), 3) as made:
+    with network(RankLink(50_000_000, 0.03), 3, 60) as made:
         for name, value in made.env.items():
             monkeypatch.setenv(name, value)
         assert leader_address() == address(0)
@@ -104,13 +113,13 @@ HELD = """
 import sys, time
 from harness.api import RankLink
 from harness.launchers.links.network import network
-with network(RankLink(None, 0.001), 2) as made:
+with network(RankLink(None, 0.001), 2, 60) as made:
     print(made.namespaces[0], flush=True)
     time.sleep(600)
 """
 
 
-@needs_root
+@needs_links
 def test_nothing_is_left_when_the_harness_is_killed():
     with subprocess.Popen(
         [sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -165,13 +174,47 @@ def test_links_that_cannot_be_are_refused_in_a_line(changes, words):
 
 def test_links_need_root_and_programs(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(Refusal, match=r"only root makes: run it as root, or leave limits\.link_rate") as caught:
+    with pytest.raises(Refusal, match=r"only root makes: run it again as root, or leave limits\.link_rate") as caught:
         require_links()
-    assert caught.value.status == "unsupported"
+    refused = failed(load_cell(CELL), caught.value.status, caught.value.reason)
+    assert not is_done(refused, refused.spec), "the same command as root runs it"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
     with pytest.raises(Refusal, match="need tc, which is not there: install iproute2"):
         require_links()
+
+
+def test_ci_does_not_skip_what_needs_links(monkeypatch, request):
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(pytest.fail.Exception, match="need ip, which is not there: install iproute2"):
+        request.getfixturevalue("link_programs")
+
+
+@needs_links
+def test_a_link_is_not_measured_for_longer_than_its_launch_may_take():
+    """There and back over this one takes 40 s, and the measurement 25 times that."""
+    with pytest.raises(Refusal, match="not done after 1 s") as caught, network(RankLink(None, 20.0), 2, 1.0):
+        pass
+    assert caught.value.status == "timeout"
+
+
+def test_the_time_that_links_take_is_the_launchs(monkeypatch, tmp_path):
+    """What is left of it is the worker's."""
+    left = []
+
+    @contextmanager
+    def slow(link, ranks, timeout_s):
+        time.sleep(0.2)
+        yield Network((Path("rank0"),), ())
+
+    monkeypatch.setattr(process, "network", slow)
+    monkeypatch.setattr(process.ProcessSandbox, "_run", lambda self, request, linked: left.append(request.timeout_s))
+    exchange = Exchange(tmp_path, tmp_path / "log")
+    for link in (None, RankLink(None, 0.1)):
+        process.ProcessSandbox().run(WorkerRequest(CalibrateHost(tmp_path), exchange, 10.0, ranks=2, link=link))
+    assert left[0] == 10 and left[1] <= 9.8
 
 
 def test_a_kernel_that_forbids_links_is_named_in_a_line(monkeypatch):
@@ -182,7 +225,7 @@ def test_a_kernel_that_forbids_links_is_named_in_a_line(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(told, **options))
     with (
         pytest.raises(Refusal, match=r"cannot be made \(\[Errno 1\] Operation not permitted\)"),
-        network(RankLink(None, 0.0), 2),
+        network(RankLink(None, 0.0), 2, 60),
     ):
         pass
 

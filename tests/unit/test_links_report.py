@@ -31,7 +31,8 @@ def launches():
     for (delay, rate), speeds in LINKS.items():
         limits = HardwareLimits(link_rate=rate, link_delay_s=delay)
         for length, speed in speeds.items():
-            spec = cell(f"two-{delay}-{length}", "offload", workload=WorkloadSpec(gen_len=length), limits=limits)
+            workload = WorkloadSpec(gen_len=length)
+            spec = cell(f"two-{delay}-{workload.label}", "offload", workload=workload, limits=limits)
             spec = replace(spec, policy=OffloadPolicy(pipeline=2, wire_bits=8))
             found.append(record(spec, speed=speed, measurements=measured(limits)))
     return found
@@ -47,17 +48,39 @@ def test_each_link_is_shown_beside_one_node_with_where_they_cross(tmp_path):
     fast, slow = figures.bodies
     assert fast.heading == "5 ms, 1 Gbit/s: measured 5.5 ms and 900 Mbit/s, by a relay process"
     assert slow.heading.startswith("100 ms, 100 Mbit/s: measured 110 ms and 90 Mbit/s")
-    assert texts(fast.rows)[1] == ["8", "two-0.005-8", "2.67", "12", "6.40", "10", "1.20"]  # of 64 tokens
+    assert texts(fast.rows)[1] == ["8", "two-0.005-p128g8", "2.67", "12", "6.40", "10", "1.20"]  # of 64 tokens
     assert [line[-1] for line in texts(fast.rows)] == ["2.00", "1.20", "0.80"]
     (row,) = crossings.bodies
     assert texts(row.rows) == [
-        ["5 ms, 1 Gbit/s", "ranks over links, at every length",
+        ["5 ms, 1 Gbit/s", "two-0.005", "ranks over links, at every length",
          "ranks over links to about 19 tokens, then one node"],
-        ["100 ms, 100 Mbit/s", "ranks over links to about 2 tokens, then one node", "one node, at every length"],
+        ["100 ms, 100 Mbit/s", "two-0.1", "ranks over links to about 2 tokens, then one node",
+         "one node, at every length"],
     ]  # fmt: skip
     text = markdown_of("report.md", page=page(runs))
     assert "### Slow links" in text
     assert_tables_are_whole(text)
+
+
+def test_cells_of_one_link_with_other_settings_are_crossed_apart(tmp_path):
+    """Each of twice the throughput of one node, or of half of it."""
+    limits = HardwareLimits(link_rate=10**9)
+    records = [record(cell(f"alone-{n}", "offload", workload=WorkloadSpec(gen_len=n)), speed=4.0) for n in (2, 8)]
+    for name, policy, speed in (
+        ("stages", OffloadPolicy(pipeline=2), 16.0), ("shards", OffloadPolicy(tensor=2), 4.0),
+        ("wired", OffloadPolicy(pipeline=2, wire_bits=8), 4.0),
+    ):  # fmt: skip
+        for n in (2, 8):
+            workload = WorkloadSpec(gen_len=n)
+            spec = cell(f"{name}-{workload.label}", "offload", workload=workload, limits=limits, policy=policy)
+            records.append(record(spec, speed=speed, measurements=()))
+    section = links_section(read_runs([write(tmp_path / "run", records)]))
+    rows = texts(section.tables[1].bodies[0].rows)
+    assert {row[1]: row[3].partition(",")[0] for row in rows} == {
+        "stages": "ranks over links", "shards": "one node", "wired": "one node"
+    }  # fmt: skip
+    curves = [point["cell"] for point in section.panels[1].spec["data"]["values"]]
+    assert sorted(curves) == sorted(["stages", "shards", "wired", "one node"] * 2)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import kv_block_bytes
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.pass_time import JobPasses, LinkRates, PassRates, Traffic
-from engines.offload.memory.placement import Room, SharedMemory
+from engines.offload.memory.placement import SharedMemory, TierBudgets
 from engines.offload.memory.plan import MemoryRequest, WeightClass
 from engines.offload.memory.storage import Plain
 from engines.planning.engine_cost_models import engine_cost_model
@@ -30,7 +30,7 @@ GIB, BLOCKS = 1 << 30, 1 << 20
 T4 = PassRates(2.7e9, 4 << 20, lambda rows: 2 * rows / 20e12, 300e9, 1.3e9, LinkRates(11.7e9, 11.7e9, 9.5e9))
 
 
-def programme(weights, cache_bytes, room, kinds, held):
+def programme(weights, cache_bytes, budgets, kinds, held):
     """The least seconds by HiGHS: bytes of each class of weights on each tier, fractions of the cache and of the
     activations, and the seconds of each kind of pass.
 
@@ -57,12 +57,12 @@ def programme(weights, cache_bytes, room, kinds, held):
             entries += [(first_a + 1 + t, moved[t]) for t in range(2)]
             upper.append(row(entries))
             limits.append(-constant)
-    for tier, available in ((0, room.device), (1, room.host)):
+    for tier, available in ((0, budgets.device), (1, budgets.host)):
         upper.append(row([*((3 * i + tier, 1.0) for i in range(classes)), (first_c + tier, cache_bytes)]))
         limits.append(available)
-    if room.on_disk < math.inf:
+    if budgets.on_disk < math.inf:
         upper.append(row([(first_c + 2, BLOCKS)]))
-        limits.append(room.on_disk)
+        limits.append(budgets.on_disk)
     equal = [row([(3 * i + t, 1.0) for t in range(3)]) for i in range(classes)]
     equal += [row([(first + t, 1.0) for t in range(3)]) for first in (first_c, first_a)]
     sums = [*(one.nbytes for one in weights), 1.0, 1.0]
@@ -88,9 +88,9 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
     chances = sorted(rng.uniform(0, 1, rng.integers(1, 4)), reverse=True)
     weights = [WeightClass(rng.uniform(0, 2), p) for p in (1.0, *chances)]
     total, cache_bytes = sum(one.nbytes for one in weights), rng.uniform(0.1, 4)
-    room = Room(rng.uniform(0, 2) * rng.integers(0, 2), rng.uniform(0, 5))
+    budgets = TierBudgets(rng.uniform(0, 2) * rng.integers(0, 2), rng.uniform(0, 5))
     if rng.integers(0, 2):
-        room = replace(room, on_disk=float(rng.integers(0, BLOCKS)))
+        budgets = replace(budgets, on_disk=float(rng.integers(0, BLOCKS)))
     kinds = [
         (
             float(rng.integers(1, 40)),
@@ -104,8 +104,8 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
     ]  # fmt: skip
     held = None
     if not rng.integers(0, 4):
-        on_device = rng.uniform(0, min(room.device, total))
-        held = on_device, rng.uniform(0, min(room.host, total - on_device))
+        on_device = rng.uniform(0, min(budgets.device, total))
+        held = on_device, rng.uniform(0, min(budgets.host, total - on_device))
 
     def job_seconds(traffic: Traffic) -> float:
         return sum(
@@ -117,8 +117,8 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
             for times, lanes in kinds
         )
 
-    shared = SharedMemory(weights, BLOCKS, cache_bytes / BLOCKS, room, job_seconds, held)
-    solution = programme(weights, cache_bytes, room, kinds, held)
+    shared = SharedMemory(weights, BLOCKS, cache_bytes / BLOCKS, budgets, job_seconds, held)
+    solution = programme(weights, cache_bytes, budgets, kinds, held)
     if not shared.fits:
         assert not solution.success
         return

@@ -1,16 +1,20 @@
 """Ranks that others start: SLURM's variables, their number, a pulse that stops, and links that carry nothing."""
 
 import multiprocessing
+import os
 import socket
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from engines.offload import rank
 from engines.offload.pipeline import pulse
 from engines.offload.pipeline import ranks as ranks_module
 from engines.offload.pipeline.links import Links, LostRankError
+from engines.offload.pipeline.meeting import LeaderEndedError, await_call, call_ranks, meeting_store
 from engines.offload.pipeline.pulse import beat
 from engines.offload.pipeline.ranks import Ranks
 from engines.offload.pipeline.stages import order_of
@@ -98,6 +102,65 @@ def test_a_rank_of_another_host_that_stops_counting_is_lost(monkeypatch):
     counting.set("failed/2", "no checkpoint")
     with pytest.raises(HarnessError, match=r"rank 2 of 3: no checkpoint"):
         found.wait_for("never", 2, 10)
+
+
+def rank_of_two(number, port, words):
+    """As `srun python -m engines.offload.rank WORDS` starts it."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["rank", *words]
+    sys.exit(rank.main())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["ls", "hardware"], 0, "rank 1: nothing to do: rank 0 has ended"),
+        (["generate", "--model", "m"], 2, "rank 1: rank 0 failed: give --prompt TEXT, or --input FILE"),
+    ],
+    ids=["nothing to do", "refused"],
+)
+def test_a_job_that_ends_before_the_ranks_join_ends_all_of_them(words, code, line, capfd):
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    ranks = [context.Process(target=rank_of_two, args=(number, port, words)) for number in range(2)]
+    for process in reversed(ranks):
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [code, code]
+    assert line in capfd.readouterr().err
+
+
+def meet(number, port, said):
+    """A rank that says when it has met the others, and why rank 0 calls nobody."""
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = meeting_store()
+    said.send("met")
+    try:
+        await_call(store)
+    except LeaderEndedError as exc:
+        said.send((exc.code, str(exc)))
+
+
+def test_a_rank_0_that_is_killed_before_the_ranks_join_ends_them_too():
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    (heard, said), ranks = context.Pipe(duplex=False), []
+    for number in range(2):
+        ranks.append(context.Process(target=meet, args=(number, port, said)))
+        ranks[-1].start()
+        assert heard.recv() == "met"
+    ranks[0].kill()
+    code, words = heard.recv()
+    ranks[1].join()
+    assert code == 1 and words.startswith("rank 0 failed: its store is gone")
+
+
+def test_ranks_that_have_served_a_load_are_not_waited_for():
+    store = dist.HashStore()
+    call_ranks(store)
+    with pytest.raises(HarnessError, match="have served a load and ended: start the same command again"):
+        call_ranks(store)
 
 
 def silent_or_gone(port, told):

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from engines.models import shapes
 from engines.offload.memory.layout import matrices_of, tiles_of
 from engines.offload.memory.storage import Plain
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.stages import order_of
@@ -69,7 +69,7 @@ def test_the_ranks_have_every_weight_once_between_them(kind, ranks, tmp_path):
     whole = parts_of_weights(model, None, tmp_path)
     joined = {name: torch.full(sizes, torch.nan) for name, (sizes, _, _) in whole.items()}
     for rank in range(ranks):
-        parts = parts_of_weights(model, TensorPart(rank, ranks), tmp_path)
+        parts = parts_of_weights(model, TensorShard(rank, ranks), tmp_path)
         assert sum(p.numel() for *_, p in parts.values()) * ranks == sum(p.numel() for *_, p in whole.values())
         for name, (sizes, (row, column), part) in parts.items():
             assert sizes == tuple(joined[name].shape)
@@ -83,7 +83,7 @@ def test_the_ranks_have_every_weight_once_between_them(kind, ranks, tmp_path):
 @pytest.mark.parametrize("model_id", ["facebook/opt-6.7b", "meta-llama/Llama-2-70b-hf", "mistralai/Mixtral-8x7B-v0.1"])
 def test_a_rank_plans_for_its_part(model_id):
     whole = shapes.shape(model_id)
-    part = TensorPart(1, 2).shape(whole)
+    part = TensorShard(1, 2).shape(whole)
     assert 2 * part.kv_bytes_per_token(2) == whole.kv_bytes_per_token(2)
     assert (part.hidden, part.vocab, part.num_layers) == (whole.hidden, whole.vocab, whole.num_layers)
     for flops in (lambda shape: shape.flops(3, 100, 0), lambda shape: shape.flops(0, 0, 5)):
@@ -136,7 +136,7 @@ def sum_up(rank, ranks, port, answers_to):
     for rows, dtype in ((5, torch.float32), (1, torch.bfloat16), (0, torch.float32)):
         sent = links.bytes_sent
         found[rows] = links.add_up(part_of_sum(rank, rows, dtype)), links.bytes_sent - sent
-    part = TensorPart(rank, ranks).of(10)
+    part = TensorShard(rank, ranks).of(10)
     found["gathered"] = links.gather(torch.arange(20.0).view(2, 10)[:, part.start : part.stop], 10)
     answers_to.send({key: [t.tolist() if torch.is_tensor(t) else t for t in value] for key, value in found.items()})
     dist.barrier()

@@ -15,7 +15,7 @@ from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.stage_times import stage_shape
 from engines.offload.memory.storage import Storage, WeightStorage
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.kept_activations import Activations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
@@ -40,7 +40,7 @@ class LoadRequest:
     limits: HardwareLimits
     job: Job
     stage: Stage | None = None
-    part: TensorPart | None = None
+    shard: TensorShard | None = None
 
     @classmethod
     def of(cls, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> "LoadRequest":
@@ -54,8 +54,8 @@ class LoadRequest:
     def shape(self) -> ModelShape:
         """The sizes of what is loaded."""
         whole, stage = self.model.shape, self.stage
-        if self.part is not None:
-            return self.part.shape(whole)
+        if self.shard is not None:
+            return self.shard.shape(whole)
         return whole if stage is None else stage_shape(whole, stage.last - stage.first, stage.is_last)
 
     @property

@@ -12,7 +12,7 @@ from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes,
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.placement import Room, SharedMemory
+from engines.offload.memory.placement import SharedMemory, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
@@ -195,7 +195,7 @@ class _DevicePlanner(MemoryPlanner):
 
     def _shared(self, sequences: int, blocks: int) -> SharedMemory:
         """The division of memory between weights and so many KV blocks."""
-        room = Room(
+        budgets = TierBudgets(
             self._device - self._fixed(sequences),
             self._host - self._host_fixed(),
             stage_blocks(self._policy, blocks, self._request.max_sequence, self._stage_room),
@@ -205,7 +205,7 @@ class _DevicePlanner(MemoryPlanner):
         )
         classes = self._request.weight_classes(sequences)
         held = None if self._policy.weights is None else self._held_weights
-        return SharedMemory(classes, blocks, self._block_bytes, room, self._passes(sequences).job_seconds, held)
+        return SharedMemory(classes, blocks, self._block_bytes, budgets, self._passes(sequences).job_seconds, held)
 
     def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
         """Divides KV blocks between the tiers; None if they do not fit."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes, stage_blocks
 from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
-from engines.offload.memory.placement import Room, SharedMemory, Shares
+from engines.offload.memory.placement import SharedMemory, Shares, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
@@ -178,18 +178,18 @@ class _HostPlanner(MemoryPlanner):
         sequences = self._policy.block_size
         blocks = self._request.kv_blocks(sequences, self._mixed_ages)
         record = record_bytes(self._request.shape, self._request.cache)
-        room = Room(
+        budgets = TierBudgets(
             0.0,
             self._budget - self._fixed(sequences) + (self._held_weights or 0),
-            stage=stage_blocks(self._policy, blocks, self._request.max_sequence),
-            host_stage_bytes=STAGES * record,
+            staged=stage_blocks(self._policy, blocks, self._request.max_sequence),
+            host_staging_bytes=STAGES * record,
             on_disk=disk / (record * self._request.shape.num_layers),
         )
         classes = self._request.weight_classes(sequences)
         passes = JobPasses(self._request, self._policy, rates, sequences, self._activations.chunk, 0)
         block_bytes = kv_block_bytes(self._request.shape, self._request.cache)
         held = None if self._held_weights is None else (0.0, float(self._held_weights))
-        shared = SharedMemory(classes, blocks, block_bytes, room, passes.job_seconds, held)
+        shared = SharedMemory(classes, blocks, block_bytes, budgets, passes.job_seconds, held)
         return shared.best() if shared.fits else None
 
     def _fixed(self, sequences: int) -> int:

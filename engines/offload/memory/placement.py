@@ -27,19 +27,19 @@ _EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
-class Room:
+class TierBudgets:
     """Bytes for weights and KV blocks in device memory and in host memory.
 
-    Where blocks are below the device, up to `stage` of them have a place there too, of `stage_bytes` bytes each; where
-    some are on disk, up to `stage` have one in host memory, of `host_stage_bytes` each. Without a device `device` is 0.
-    `on_disk`: blocks that the disk has room for.
+    Where blocks are below the device, up to `staged` of them have a buffer there too, of `staging_bytes` bytes each;
+    where some are on disk, up to `staged` have one in host memory, of `host_staging_bytes` each. Without a device
+    `device` is 0. `on_disk`: blocks that the disk has room for.
     """
 
     device: float
     host: float
-    stage: int = 0
-    stage_bytes: float = 0.0
-    host_stage_bytes: float = 0.0
+    staged: int = 0
+    staging_bytes: float = 0.0
+    host_staging_bytes: float = 0.0
     on_disk: float = math.inf
 
 
@@ -54,7 +54,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The programme for `blocks` KV blocks of `block_bytes` bytes and `weights`, most likely ones first, in a `room`.
+    """The programme for `blocks` KV blocks of `block_bytes` bytes and `weights`, most likely ones first, in `budgets`.
 
     job_seconds: of what passes move; convex, and never less for more, nor for blocks on disk than in host memory.
     held: bytes of weights that a policy sets for device and host; None where it sets none.
@@ -63,7 +63,7 @@ class SharedMemory:
     weights: Sequence[WeightClass]
     blocks: int
     block_bytes: float
-    room: Room
+    budgets: TierBudgets
     job_seconds: Callable[[Traffic], float]
     held: tuple[float, float] | None = None
 
@@ -84,17 +84,19 @@ class SharedMemory:
     @property
     def _most_on_device(self) -> int:
         """The most blocks that the device holds beside the stages of the others; -1 if it does not hold these."""
-        room = self.room.device - (self.held[0] if self.held else 0.0)
-        return _most(self.blocks, self.block_bytes, self.room.stage, self.room.stage_bytes, room)
+        budget = self.budgets.device - (self.held[0] if self.held else 0.0)
+        return _most(self.blocks, self.block_bytes, self.budgets.staged, self.budgets.staging_bytes, budget)
 
     def _most_in_host(self, on_device: int) -> int:
         """The most of the other blocks that host memory holds beside the stages of those on disk; -1 as above."""
-        room = self.room.host - (self.held[1] if self.held else 0.0)
-        return _most(self.blocks - on_device, self.block_bytes, self.room.stage, self.room.host_stage_bytes, room)
+        budgets = self.budgets
+        budget = budgets.host - (self.held[1] if self.held else 0.0)
+        return _most(self.blocks - on_device, self.block_bytes, budgets.staged, budgets.host_staging_bytes, budget)
 
     def _least_in_host(self, on_device: int) -> int:
         """The other blocks that the disk has no room for."""
-        return max(0, math.ceil(self.blocks - on_device - self.room.on_disk)) if self.room.on_disk < self.blocks else 0
+        on_disk = self.budgets.on_disk
+        return max(0, math.ceil(self.blocks - on_device - on_disk)) if on_disk < self.blocks else 0
 
     def _with_on_device(self, on_device: int) -> Shares:
         """The best with so many blocks on the device."""
@@ -113,11 +115,11 @@ class SharedMemory:
 
     def _placed(self, on_device: int, in_host: int) -> Shares:
         """With weights in what such a division of the cache leaves."""
-        room, below = self.room, self.blocks - on_device
+        budgets, below = self.budgets, self.blocks - on_device
         on_disk = below - in_host
         if self.held is None:
-            device = room.device - on_device * self.block_bytes - min(below, room.stage) * room.stage_bytes
-            host = room.host - in_host * self.block_bytes - min(on_disk, room.stage) * room.host_stage_bytes
+            device = budgets.device - on_device * self.block_bytes - min(below, budgets.staged) * budgets.staging_bytes
+            host = budgets.host - in_host * self.block_bytes - min(on_disk, budgets.staged) * budgets.host_staging_bytes
         else:
             device, host = self.held
         fractions = (on_device / self.blocks, in_host / self.blocks, on_disk / self.blocks)
@@ -127,13 +129,13 @@ class SharedMemory:
         return Shares((on_device, in_host, on_disk), traffic, self.job_seconds(traffic))
 
 
-def _most(blocks: int, block_bytes: float, stage: int, stage_bytes: float, room: float) -> int:
-    """The most of so many blocks that a tier holds if up to `stage` of the others are staged there; -1 if none fits."""
-    if blocks * block_bytes <= room:
+def _most(blocks: int, block_bytes: float, staged: int, staging_bytes: float, budget: float) -> int:
+    """The most of so many blocks that a tier holds if up to `staged` of the others are staged there, else -1."""
+    if blocks * block_bytes <= budget:
         return blocks
 
     def fits(held: int) -> bool:
-        return held * block_bytes + min(blocks - held, stage) * stage_bytes <= room
+        return held * block_bytes + min(blocks - held, staged) * staging_bytes <= budget
 
     return largest(blocks, lambda n: fits(n - 1)) - 1
 

@@ -39,9 +39,9 @@ class RankRates:
 
 def alike(ranks: Sequence[RankRates]) -> bool:
     """Whether ranks have the same threads and memory, and no rate differs by more than a measurement of it may."""
-    told = [(one.rates.disk, one.rates.memory, *map(one.rates.value_s, _ROWS)) for one in ranks]
+    by_rank = [(one.rates.disk, one.rates.memory, *map(one.rates.value_s, _ROWS)) for one in ranks]
     same = len({(one.threads, one.budget) for one in ranks}) == 1
-    return same and all(max(rates) <= _ALIKE * min(rates) for rates in zip(*told, strict=True))
+    return same and all(max(rates) <= _ALIKE * min(rates) for rates in zip(*by_rank, strict=True))
 
 
 @dataclass(frozen=True)

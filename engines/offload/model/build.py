@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engines.common.requests import special_tokens
 from engines.offload.kernels import AttentionSpec
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.dry_hooks import DRY_RUN
 from engines.offload.model.stage import Stage
 from engines.offload.weights.gemm import padded_output
@@ -101,7 +101,7 @@ class DryPass:
         self._shapes: set[tuple[int, ...]] = set()
 
     def problem(
-        self, shape: ModelShape, logits: torch.Tensor, stage: Stage | None = None, part: TensorPart | None = None
+        self, shape: ModelShape, logits: torch.Tensor, stage: Stage | None = None, shard: TensorShard | None = None
     ) -> str:
         """Why the engine cannot serve a model, or a stage of it, or a part of its matrices, that did this and returned
         `logits` for one row, or hidden states for two; empty if it can."""
@@ -112,7 +112,7 @@ class DryPass:
         layers = range(shape.num_layers) if stage is None else range(stage.first, stage.last)
         if sorted(self._layers) != list(layers):
             return f"{len(self._layers)} attention calls reached the hook, {len(layers)} layers should make one each"
-        own = shape if part is None else part.shape(shape)
+        own = shape if shard is None else shard.shape(shape)
         kv = (own.num_kv_heads, own.head_dim)
         expected = (own.num_heads, own.head_dim, *kv, *kv)
         if self._shapes != {expected}:

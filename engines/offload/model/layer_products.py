@@ -15,7 +15,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from engines.offload.memory.layout import OUTSIDE, Matrix
-from engines.offload.memory.tensor_part import Role
+from engines.offload.memory.tensor_shard import Role
 from engines.offload.model.build import DryPass
 from engines.offload.model.hooks import Attention
 from engines.offload.model.matrix_parts import MatrixParts

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engines.offload.device.protocol import Device
 from engines.offload.memory.layout import Matrix
-from engines.offload.memory.tensor_part import Role, TensorPart
+from engines.offload.memory.tensor_shard import Role, TensorShard
 from engines.offload.model.build import DryPass, build_on_meta, load_config, require_small, stop_and_begin_tokens
 from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD
@@ -43,7 +43,7 @@ class MetaModel:
 
     def __init__(
         self, path: Path, shape: ModelShape, dtype: torch.dtype, part: tuple[Stage, LayerFlow] | None = None,
-        tensor: TensorPart | None = None,
+        tensor: TensorShard | None = None,
     ) -> None:  # fmt: skip
         config = load_config(path)
         self.module = build_on_meta(config, dtype)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engines.offload.memory.tensor_part import Role, TensorPart
+from engines.offload.memory.tensor_shard import Role, TensorShard
 from harness.api import ModelShape, UnsupportedError
 
 #: transformers' styles that the engine follows. Embeddings are whole: a lookup reads the rows that it needs.
@@ -54,7 +54,7 @@ class TensorRoles:
         return self._roles.get(_pattern(path), "whole")
 
 
-def divide_heads(module: Any, shape: ModelShape, part: TensorPart) -> None:
+def divide_heads(module: Any, shape: ModelShape, shard: TensorShard) -> None:
     """Lets attention modules that count their heads count those of a rank."""
     for each in module.modules():
         if not hasattr(each, "layer_idx"):
@@ -62,7 +62,7 @@ def divide_heads(module: Any, shape: ModelShape, part: TensorPart) -> None:
         for names, count in ((_HEADS, shape.num_heads), (_KV_HEADS, shape.num_kv_heads)):
             for name in names:
                 if getattr(each, name, None) == count:
-                    setattr(each, name, count // part.ranks)
+                    setattr(each, name, count // shard.ranks)
 
 
 def _pattern(path: str) -> str:

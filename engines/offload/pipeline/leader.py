@@ -23,7 +23,7 @@ from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.loader import load
 from engines.offload.memory.storage import storages
-from engines.offload.memory.tensor_part import TensorPart, require_whole_groups
+from engines.offload.memory.tensor_shard import TensorShard, require_whole_groups
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
 from engines.offload.model_runner import ModelRunner
@@ -35,7 +35,7 @@ from engines.offload.pipeline.messages import PassMessage
 from engines.offload.pipeline.processes import leading
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
-from engines.offload.pipeline.stages import Division, equal_stages, parts_of_all, timed_stages
+from engines.offload.pipeline.stages import Division, all_layers, equal_stages, timed_stages
 from engines.offload.pipeline.started import require_ranks, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
@@ -100,22 +100,22 @@ class PipelineRunner(ModelRunner):
         if self._broken:
             return EngineTrace()
         low, high = self.loaded.timeline.window
-        found = metrics(0, self._lane.busy_s, self._lane.seconds)
+        by_rank = metrics(0, self._lane.busy_s, self._lane.seconds)
         moved = [float(now - before) for now, before in zip(self._bytes(), self._moved, strict=True)]
-        found |= {"rank0_sent_bytes": moved[0], "rank0_weight_bytes_read": moved[1]}
+        by_rank |= {"rank0_sent_bytes": moved[0], "rank0_weight_bytes_read": moved[1]}
         lanes: list[TraceEvent] = events(0, self._lane.within(low, high), low)
         for rank in self._links.followers:
             clock = self._clocks.get(rank, Offset())
             with self._naming():
-                told = self._links.asked(rank, What.REPORT, [low + clock.seconds, high + clock.seconds])
-            busy_s, sent, read, *spans = told
-            found |= metrics(rank, busy_s, self._lane.seconds)
-            found |= {f"rank{rank}_sent_bytes": sent, f"rank{rank}_weight_bytes_read": read}
+                report = self._links.query(rank, What.REPORT, [low + clock.seconds, high + clock.seconds])
+            busy_s, sent, read, *spans = report
+            by_rank |= metrics(rank, busy_s, self._lane.seconds)
+            by_rank |= {f"rank{rank}_sent_bytes": sent, f"rank{rank}_weight_bytes_read": read}
             if rank in self._clocks:
-                found |= {f"rank{rank}_clock_offset_s": clock.seconds, f"rank{rank}_clock_error_s": clock.error_s}
+                by_rank |= {f"rank{rank}_clock_offset_s": clock.seconds, f"rank{rank}_clock_error_s": clock.error_s}
             each = [LaneSpan(int(kind), a, b) for kind, a, b in zip(*[iter(spans)] * 3, strict=True)]
             lanes += events(rank, each, low + clock.seconds)
-        return EngineTrace(found, tuple(lanes))
+        return EngineTrace(by_rank, tuple(lanes))
 
     @contextmanager
     def one_run(self) -> Iterator[None]:
@@ -272,9 +272,9 @@ def _equal(request: LoadRequest) -> Division:
     model, policy = request.model, request.policy
     if policy.tensor == 1:
         return equal_stages(model.shape, policy.pipeline)
-    part = MetaModel(Path(model.path), model.shape, getattr(torch, model.dtype), tensor=TensorPart.under(policy, 0))
-    require_whole_groups(part.matrices, storages(model.dtype, policy)[0])
-    return parts_of_all(model.shape, policy.tensor)
+    sharded = MetaModel(Path(model.path), model.shape, getattr(torch, model.dtype), tensor=TensorShard.under(policy, 0))
+    require_whole_groups(sharded.matrices, storages(model.dtype, policy)[0])
+    return all_layers(model.shape, policy.tensor)
 
 
 def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostKernels) -> Division:
@@ -286,9 +286,9 @@ def _divided(request: LoadRequest, ranks: Ranks, equal: Division, kernels: HostK
         return equal
     with ExitStack() as trial:
         backend = backend_for(request, kernels, trial, None)
-        told = [measured(request, backend, kernels), *ranks.rates()]
+        rates = [measured(request, backend, kernels), *ranks.rates()]
         times = stage_times(request, backend)
-    known = [rates for rates in told if rates is not None]
-    if len(known) < len(told):
-        return replace(equal, note=f"equal stages, as the disk of rank {told.index(None)} could not be measured")
+    known = [each for each in rates if each is not None]
+    if len(known) < len(rates):
+        return replace(equal, note=f"equal stages, as the disk of rank {rates.index(None)} could not be measured")
     return timed_stages(times, rank_rates(ranks.machines, known, request))

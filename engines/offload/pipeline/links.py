@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.pipeline.clocks import Offset, offset
 from engines.offload.pipeline.wire import Wire
 from harness.api import HarnessError, first_line
@@ -133,21 +133,21 @@ class Links:
         self._send(torch.tensor([len(values)]), 0, _ANSWERS)
         self._send(torch.tensor(values, dtype=torch.float64), 0, _ANSWERS)
 
-    def asked(self, rank: int, what: What, values: Sequence[float] = ()) -> list[float]:
+    def query(self, rank: int, what: What, values: Sequence[float] = ()) -> list[float]:
         """What a rank answers the leader, who tells it `values`. Raises LostRankError."""
         self._tell(rank, what, torch.tensor(values, dtype=torch.float64).view(torch.int32) if values else None)
         count = torch.empty(1, dtype=torch.long)
         self._receive(count, rank, self._patience, _ANSWERS)
-        found = torch.empty(int(count.item()), dtype=torch.float64)
-        self._receive(found, rank, self._patience, _ANSWERS)
-        return [float(value) for value in found]
+        answer = torch.empty(int(count.item()), dtype=torch.float64)
+        self._receive(answer, rank, self._patience, _ANSWERS)
+        return [float(value) for value in answer]
 
     def clock(self, rank: int) -> Offset:
         """How far a rank's clock is from the leader's. Raises LostRankError."""
         exchanges = []
         for _ in range(_EXCHANGES):
             sent = time.perf_counter()
-            [answered] = self.asked(rank, What.CLOCK)
+            [answered] = self.query(rank, What.CLOCK)
             exchanges.append((sent, answered, time.perf_counter()))
         return offset(exchanges)
 
@@ -183,8 +183,8 @@ class Links:
     def _slices(self, length: int) -> dict[int, slice]:
         """The parts of so many things, by rank."""
         count = len(self._others) + 1
-        parts = {rank: TensorPart(rank, count).of(length) for rank in range(count)}
-        return {rank: slice(part.start, part.stop) for rank, part in parts.items()}
+        shards = {rank: TensorShard(rank, count).of(length) for rank in range(count)}
+        return {rank: slice(shard.start, shard.stop) for rank, shard in shards.items()}
 
     def _begun(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Any:
         try:

@@ -24,13 +24,22 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from engines.models.checkpoints import require_same
 from engines.offload.backend.base import LoadRequest
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.stage import Stage
+from engines.offload.pipeline.meeting import (
+    LeaderEndedError,
+    await_call,
+    await_leader,
+    call_ranks,
+    leave,
+    meeting_store,
+    not_met,
+)
 from engines.offload.pipeline.pulse import beat
-from engines.offload.pipeline.ranks import LOAD_S, START_S, Loaded, Ranks
-from engines.offload.pipeline.rates import Machine, ToldRates
+from engines.offload.pipeline.ranks import START_S, Loaded, Ranks
+from engines.offload.pipeline.rates import Machine, MeasuredRates
 from engines.offload.pipeline.started import STORE, world
-from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, first_line, from_json, to_json
+from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
 from harness.common.rank_groups import in_own_group
 from harness.common.rank_network import in_own_namespace, leader_address
 
@@ -67,22 +76,24 @@ def leading(count: int, threads: int) -> Iterator[Ranks]:
 
 
 def _joined(count: int) -> Iterator[Ranks]:
-    _join_by_environment()
-    ranks = Ranks(count, dist.distributed_c10d._get_default_store())
+    store = meeting_store()
+    call_ranks(store)
+    _join_met(store, 0, count)
     try:
-        yield _introduced(ranks)
+        yield _introduced(Ranks(count, store))
     finally:
         dist.destroy_process_group()
 
 
 def follow(
-    measure: Callable[[LoadRequest], ToldRates | None],
+    measure: Callable[[LoadRequest], MeasuredRates | None],
     load: Callable[[LoadRequest], tuple[Loaded, Callable[[Sequence[int]], None]]],
 ) -> None:
     """What a rank but the leader does: joins, tells of its machine and perhaps its rates, loads its stage, and then
     does what `load` returned, with the ranks in the order of their stages; or ends where it has no stage.
 
-    Whatever ends it, the leader learns why.
+    Whatever ends it, the leader learns why. Raises LeaderEndedError where the leader ends before it has told all that,
+    HarnessError where the ranks cannot join.
     """
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if (port := os.environ.get(STORE)) is not None:
@@ -92,27 +103,32 @@ def follow(
         store.wait(["join"], timedelta(seconds=START_S))
         _join(store, rank, count)
     else:
-        _join_by_environment()
-        store = dist.distributed_c10d._get_default_store()
+        store = meeting_store()
+        await_call(store)
+        _join_met(store, rank, count)
         beat(store, rank)
     try:
         machine = Machine.here()
         store.set(f"version/{rank}", versions())
         store.set(f"machine/{rank}", json.dumps(to_json(machine)))
-        _await(store, "job")
-        told = json.loads(store.get("job"))
-        request = _told(told, rank, machine)
+        await_leader(store, "job")
+        message = json.loads(store.get("job"))
+        request = _load_request(message, rank, machine)
         require_same(request.model)
-        if told["measure"]:
+        if message["measure"]:
             store.set(f"rates/{rank}", json.dumps(to_json(measure(request))))
-        _await(store, "stages")
+        await_leader(store, "stages")
         stages = dict(json.loads(store.get("stages")))
         if rank in stages:
-            part = TensorPart.under(request.policy, rank)
-            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank]), part=part))
+            shard = TensorShard.under(request.policy, rank)
+            loaded, run = load(replace(request, stage=from_json(Stage, stages[rank]), shard=shard))
             store.set(f"loaded/{rank}", json.dumps(to_json(loaded)))
             run(list(stages))
         dist.destroy_process_group()
+        leave(store)
+    except LeaderEndedError:
+        dist.destroy_process_group()
+        raise
     except HarnessError as exc:
         _tell(store, rank, str(exc))
         _end_now()
@@ -151,15 +167,15 @@ def _introduced(ranks: Ranks) -> Ranks:
     return replace(ranks, machines=machines)
 
 
-def _told(told: Mapping[str, Any], rank: int, machine: Machine) -> LoadRequest:
+def _load_request(message: Mapping[str, Any], rank: int, machine: Machine) -> LoadRequest:
     """What a rank is to load, of what the leader told all, but for its stage."""
-    job = told["job"]
+    job = message["job"]
     scratch = Path(job["scratch"]) / f"rank-{rank}"
     scratch.mkdir(parents=True, exist_ok=True)
     return LoadRequest(
-        from_json(LocalModel, told["model"]),
-        from_json(OffloadPolicy, told["policy"]),
-        machine.limits(from_json(HardwareLimits, told["limits"])),
+        from_json(LocalModel, message["model"]),
+        from_json(OffloadPolicy, message["policy"]),
+        machine.limits(from_json(HardwareLimits, message["limits"])),
         Job(**{**job, "scratch": scratch, "cache": Path(job["cache"])}),
     )
 
@@ -206,25 +222,12 @@ def _join_watched(ranks: Ranks) -> None:
         raise raised[0]
 
 
-def _join_by_environment() -> None:
-    """Joins the ranks of torchrun or srun. Raises HarnessError where not all come."""
+def _join_met(store: Any, rank: int, count: int) -> None:
+    """Joins the ranks that torchrun or srun started. Raises HarnessError where not all come."""
     try:
-        dist.init_process_group("gloo")
+        _join(store, rank, count)
     except (RuntimeError, ValueError) as exc:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise HarnessError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at {where}: "
-            f"{first_line(exc)}"
-        ) from exc
-
-
-def _await(store: Any, key: str) -> None:
-    """Until the leader has set the key, without a long operation, which would keep this rank's pulse from the store."""
-    deadline = time.monotonic() + LOAD_S
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise HarnessError(f"rank 0 did not say for {LOAD_S:g} s what to do")
-        time.sleep(_LOOK_S)
+        raise HarnessError(not_met(exc)) from exc
 
 
 def _end(ranks: Ranks) -> None:
@@ -242,3 +245,4 @@ def _end(ranks: Ranks) -> None:
 def _tell(store: Any, rank: int, reason: str) -> None:
     with suppress(Exception):  # the leader may be what is gone
         store.set(f"failed/{rank}", reason)
+        leave(store)

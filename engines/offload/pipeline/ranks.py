@@ -10,11 +10,11 @@ from typing import Any
 
 from engines.offload.backend.base import LoadRequest
 from engines.offload.loaded_model import LoadedModel
-from engines.offload.memory.tensor_part import TensorPart
+from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.pulse import LOST_S, Pulses
-from engines.offload.pipeline.rates import Machine, ToldRates
+from engines.offload.pipeline.rates import Machine, MeasuredRates
 from engines.offload.pipeline.wire import Wire
 from harness.api import HarnessError, from_json, to_json
 
@@ -70,23 +70,23 @@ class Ranks:
     def tell(self, request: LoadRequest, measure: bool) -> None:
         """Tells each rank what is to be loaded, and whether to measure its rates. All compute in the policy's dtype."""
         job = {name: getattr(request.job, name) for name in _JOB_FIELDS}
-        told = {"model": request.model, "policy": request.policy, "limits": request.limits, "job": job}
-        self.store.set("job", json.dumps(to_json(told | {"measure": measure})))
+        message = {"model": request.model, "policy": request.policy, "limits": request.limits, "job": job}
+        self.store.set("job", json.dumps(to_json(message | {"measure": measure})))
 
-    def rates(self) -> list[ToldRates | None]:
+    def rates(self) -> list[MeasuredRates | None]:
         """What each other rank has measured. Raises HarnessError for one that cannot, naming it."""
-        found: list[ToldRates | None] = []
+        rates: list[MeasuredRates | None] = []
         for rank in range(1, self.count):
             self.wait_for(f"rates/{rank}", rank, LOAD_S)
-            told = json.loads(self.store.get(f"rates/{rank}"))
-            found.append(None if told is None else from_json(ToldRates, told))
-        return found
+            measured = json.loads(self.store.get(f"rates/{rank}"))
+            rates.append(None if measured is None else from_json(MeasuredRates, measured))
+        return rates
 
     def assign(self, request: LoadRequest, stages: Mapping[int, Stage]) -> LoadRequest:
         """Tells each rank its stage, by rank in the order of stages; returns what the leader loads."""
         self.order = list(stages)
         self.store.set("stages", json.dumps(to_json(list(stages.items()))))
-        return replace(request, stage=stages[0], part=TensorPart.under(request.policy, 0))
+        return replace(request, stage=stages[0], shard=TensorShard.under(request.policy, 0))
 
     def links(self, wire: Wire) -> Links:
         """The leader's."""
@@ -94,15 +94,15 @@ class Ranks:
 
     def agree(self, own: Loaded) -> Loaded:
         """What all ranks can do, once all have loaded. Raises HarnessError for one that cannot, naming it."""
-        found = [own]
+        loaded = [own]
         for rank in self.order[:-1]:
             self.wait_for(f"loaded/{rank}", rank, LOAD_S)
-            found.append(from_json(Loaded, json.loads(self.store.get(f"loaded/{rank}"))))
+            loaded.append(from_json(Loaded, json.loads(self.store.get(f"loaded/{rank}"))))
         return Loaded(
-            min(one.blocks for one in found),
-            min(one.sequences for one in found),
-            min(one.chunk for one in found),
-            any(one.streams for one in found),
+            min(one.blocks for one in loaded),
+            min(one.sequences for one in loaded),
+            min(one.chunk for one in loaded),
+            any(one.streams for one in loaded),
         )
 
     def wait_for(self, key: str, rank: int, patience_s: float) -> None:

@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class ToldRates:
+class MeasuredRates:
     """A rank's rates; see PassRates. `seconds`: rows of a product, and the seconds that a weight value takes in it."""
 
     seconds: tuple[tuple[int, float], ...]
@@ -61,7 +61,7 @@ class ToldRates:
         return PassRates(self.disk, self.read_bytes, partial(seconds_at, dict(self.seconds)), self.memory)
 
 
-def measured(request: LoadRequest, backend: Backend, kernels: HostKernels) -> ToldRates | None:
+def measured(request: LoadRequest, backend: Backend, kernels: HostKernels) -> MeasuredRates | None:
     """This rank's rates, as kept in its cache or measured now; None where its disk cannot be measured."""
     layers, outside, _ = storages(request.model.dtype, request.policy)
     way, hidden = backend.choose_gemms(layers, outside)[0][layers], request.model.shape.hidden
@@ -69,7 +69,7 @@ def measured(request: LoadRequest, backend: Backend, kernels: HostKernels) -> To
     if rates is None:
         return None
     seconds = tuple((rows, rates.value_s(rows)) for rows in ROWS)
-    return ToldRates(seconds, rates.disk, rates.read_bytes, rates.memory)
+    return MeasuredRates(seconds, rates.disk, rates.read_bytes, rates.memory)
 
 
 def stage_times(request: LoadRequest, backend: Backend) -> StageTimes:
@@ -82,9 +82,9 @@ def stage_times(request: LoadRequest, backend: Backend) -> StageTimes:
     )  # fmt: skip
 
 
-def rank_rates(machines: Sequence[Machine], told: Sequence[ToldRates], request: LoadRequest) -> list[RankRates]:
+def rank_rates(machines: Sequence[Machine], by_rank: Sequence[MeasuredRates], request: LoadRequest) -> list[RankRates]:
     """Of ranks by their number, what their stages' times are predicted from."""
     return [
         RankRates(rates.pass_rates, machine.under(request).threads, machine.limits(request.limits).host_memory)
-        for machine, rates in zip(machines, told, strict=True)
+        for machine, rates in zip(machines, by_rank, strict=True)
     ]

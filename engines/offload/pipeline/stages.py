@@ -29,7 +29,7 @@ def equal_stages(shape: ModelShape, ranks: int) -> Division:
     return Division(_stages(even_ends(shape, ranks), order_of(ranks)))
 
 
-def parts_of_all(shape: ModelShape, ranks: int) -> Division:
+def all_layers(shape: ModelShape, ranks: int) -> Division:
     """All layers on each of so many ranks, which have a part of every matrix."""
     return Division({rank: Stage(0, shape.num_layers, shape.num_layers) for rank in order_of(ranks)})
 

@@ -26,10 +26,10 @@ def own_rank() -> int:
 
 def require_ranks(count: int) -> None:
     """Raises HarnessError where torchrun or srun started another number of ranks than the policy's `count`."""
-    if (found := world()) not in (None, count):
+    if (ranks := world()) not in (None, count):
         raise HarnessError(
-            f"the policy has {count} rank{'s' if count > 1 else ''}, and {found} were started: set policy.pipeline, or "
-            f"policy.tensor, to {found}"
+            f"the policy has {count} rank{'s' if count > 1 else ''}, and {ranks} were started: set policy.pipeline, or "
+            f"policy.tensor, to {ranks}"
         )
 
 

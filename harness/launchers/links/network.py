@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,21 +40,23 @@ class Network:
 
 
 def require_links() -> None:
-    """Raises Refusal where this user or this machine cannot make links between ranks."""
+    """Raises Refusal where this user or this machine cannot make links between ranks. That says nothing of the engine:
+    the cell runs when the suite is run again with what was missing."""
     if os.geteuid() != 0:
-        raise _refusal("links between ranks are network namespaces, which only root makes: run it as root")
+        raise _refusal("links between ranks are network namespaces, which only root makes: run it again as root")
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         raise _refusal(f"links between ranks need {missing[0]}, which is not there: install iproute2 and util-linux")
 
 
 @contextmanager
-def network(link: RankLink, ranks: int) -> Iterator[Network]:
+def network(link: RankLink, ranks: int, timeout_s: float) -> Iterator[Network]:
     """Links of this rate and delay between `ranks` namespaces, for as long as the context lasts.
 
     The kernel removes them when the processes in them are gone and their own, which ends with this one. Raises Refusal
-    where they cannot be made.
+    where they cannot be made, or cannot be measured within `timeout_s`.
     """
     require_links()
+    deadline = time.monotonic() + timeout_s
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "harness.launchers.links.process", str(ranks), str(link.rate or 0),
          repr(link.delay_s)],
@@ -66,8 +69,10 @@ def network(link: RankLink, ranks: int) -> Iterator[Network]:
             raise _refusal(f"links between ranks cannot be made ({told['problem']}): allow network namespaces here")
         spaces = [Path(name) for name in told["namespaces"]]
         try:
-            rates = measure(spaces[0], spaces[1], rank_network.address(1))
+            rates = measure(spaces[0], spaces[1], rank_network.address(1), deadline)
         except OSError as exc:
+            if time.monotonic() >= deadline:
+                raise Refusal("timeout", f"not done after {timeout_s:.0f} s, in which links were measured") from exc
             raise Refusal("error", f"the links between ranks carry nothing ({exc}): try again") from exc
         yield Network(spaces, _measurements(rates, told["way"]))
     finally:
@@ -94,4 +99,4 @@ def _code() -> str:
 
 
 def _refusal(problem: str) -> Refusal:
-    return Refusal("unsupported", f"{problem}, {_OR_LEAVE_OUT}")
+    return Refusal("error", f"{problem}, {_OR_LEAVE_OUT}")

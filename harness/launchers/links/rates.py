@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,31 +28,42 @@ class LinkRates:
     bits_s: float
 
 
-def measure(near: Path, far: Path, far_address: str) -> LinkRates:
-    """Between two namespaces; `far_address` is that of the second. Raises OSError."""
-    with _connection(near, far, far_address) as (here, there):
-        trips = [_trip(here, there) for _ in range(1 + _EXCHANGES)][1:]
-        bits_s = _bulk(here, there, _BULK_S + _BULK_TRIPS * min(trips))
+def measure(near: Path, far: Path, far_address: str, deadline: float) -> LinkRates:
+    """Between two namespaces; `far_address` is that of the second. It takes about 50 times the delay. Raises OSError,
+    TimeoutError where it is not done at `deadline` on the clock `time.monotonic`."""
+    with _connection(near, far, far_address, deadline) as (here, there):
+        trips = [_trip(here, there, deadline) for _ in range(1 + _EXCHANGES)][1:]
+        bits_s = _bulk(here, there, _BULK_S + _BULK_TRIPS * min(trips), deadline)
     return LinkRates(tuple(trip / 2 for trip in trips), bits_s)
 
 
+def _patience(deadline: float) -> float:
+    """How long one operation of a socket may take, in seconds. Raises TimeoutError after the deadline."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("out of time")
+    return min(_PATIENCE_S, left)
+
+
 @contextmanager
-def _connection(near: Path, far: Path, far_address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+def _connection(
+    near: Path, far: Path, far_address: str, deadline: float
+) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a connection between two namespaces."""
     with ExitStack() as opened:
         listener = opened.enter_context(inside(far, lambda: socket.create_server((far_address, 0))))
-        listener.settimeout(_PATIENCE_S)
         to = (far_address, listener.getsockname()[1])
-        here = opened.enter_context(inside(near, lambda: socket.create_connection(to, _PATIENCE_S)))
+        here = opened.enter_context(inside(near, lambda: socket.create_connection(to, _patience(deadline))))
+        listener.settimeout(_patience(deadline))
         there = opened.enter_context(listener.accept()[0])
-        there.settimeout(_PATIENCE_S)
         for end in (here, there):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield here, there
 
 
-def _trip(here: socket.socket, there: socket.socket) -> float:
+def _trip(here: socket.socket, there: socket.socket, deadline: float) -> float:
     """Seconds of a byte's way there and back. One thread can do both ends, as each waits for the other."""
+    for end in (here, there):
+        end.settimeout(_patience(deadline))
     start = time.perf_counter()
     here.send(b"x")
     there.send(there.recv(1))
@@ -60,22 +71,31 @@ def _trip(here: socket.socket, there: socket.socket) -> float:
     return time.perf_counter() - start
 
 
-def _bulk(here: socket.socket, there: socket.socket, seconds: float) -> float:
-    """Bits/s that arrive while data is sent for some seconds. Raises OSError where too little does to tell."""
+def _bulk(here: socket.socket, there: socket.socket, seconds: float, deadline: float) -> float:
+    """Bits/s that arrive while data is sent for some seconds. Raises OSError where too little does to tell, or not all
+    does before the deadline."""
 
     def send() -> None:
         piece, end = bytes(_PIECE), time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            here.sendall(piece)
-        here.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the receiver raises
+            while time.perf_counter() < end:
+                here.sendall(piece)
+            here.shutdown(socket.SHUT_WR)
 
+    here.settimeout(None)
     sender = threading.Thread(target=send)
     sender.start()
     arrived: list[tuple[float, int]] = []
-    buffer = bytearray(4 * _PIECE)
-    while count := there.recv_into(buffer):
-        arrived.append((time.perf_counter(), count))
-    sender.join()
+    buffer, count = bytearray(4 * _PIECE), 1
+    try:
+        while count:
+            there.settimeout(_patience(deadline))
+            count = there.recv_into(buffer)
+            arrived += [(time.perf_counter(), count)] if count else []
+    finally:
+        with suppress(OSError):  # it has ended by itself, but for an error here
+            here.shutdown(socket.SHUT_RDWR)
+        sender.join()
     if len(arrived) < 2:
         raise OSError(f"{sum(count for _, count in arrived)} bytes arrived in one piece")
     (first, _), (last, _) = arrived[0], arrived[-1]

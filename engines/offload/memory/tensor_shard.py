@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of every matrix a rank has, and what cannot be divided so."""
+"""Tensor parallelism: which shard of every matrix a rank has, and what cannot be divided so."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Role = Literal["outputs", "inputs", "vocabulary", "whole"]
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """Part `rank` of the `ranks` parts of every matrix."""
+class TensorShard:
+    """Shard `rank` of the `ranks` shards of every matrix."""
 
     rank: int
     ranks: int
 
     @classmethod
-    def under(cls, policy: OffloadPolicy, rank: int) -> TensorPart | None:
-        """The part of a rank; None where matrices are whole."""
+    def under(cls, policy: OffloadPolicy, rank: int) -> TensorShard | None:
+        """The shard of a rank; None where matrices are whole."""
         return cls(rank, policy.tensor) if policy.tensor > 1 else None
 
     def of(self, length: int) -> range:
@@ -41,10 +41,10 @@ class TensorPart:
             raise UnsupportedError(
                 f"policy.tensor: the {length} {role} of {matrix.name} are no {self.ranks} equal parts"
             )
-        part, sizes = self.of(length), (matrix.rows, matrix.columns)
+        own, sizes = self.of(length), (matrix.rows, matrix.columns)
         if role == "inputs":
-            return replace(matrix, columns=len(part), start=(0, part.start), whole=sizes)
-        return replace(matrix, rows=len(part), start=(part.start, 0), whole=sizes)
+            return replace(matrix, columns=len(own), start=(0, own.start), whole=sizes)
+        return replace(matrix, rows=len(own), start=(own.start, 0), whole=sizes)
 
     def shape(self, whole: ModelShape) -> ModelShape:
         """The sizes of its part of a model. All ranks see the whole hidden states and vocabulary; experts are whole on

@@ -9,7 +9,7 @@ RELEASE := .venv-release
 # A test starts hundreds of interpreters: what Python compiles it keeps, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-full test-slow fuzz faults barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
+.PHONY: quickstart test test-full test-slow fuzz faults load barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
 
 # OPTIONS="--set repeats=1": fewer launches
 quickstart: $(STAMP)
@@ -48,6 +48,13 @@ fuzz: $(STAMP)
 COUNT ?= 60
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults all --count $(COUNT) --minutes 10 --stop 30
+
+# A server under load at length, first of the fake engine, then of the offload engine with a small random model: every lane
+# of both, whatever fails. One lane: python -m tests.load crowd
+load: $(STAMP)
+	@status=0; for engine in fake offload; do \
+	  $(BIN)/python -m tests.load all --engine $$engine || status=1; \
+	done; exit $$status
 
 # Bad inputs by the thousand against the command line: KIND=options, or ONLY=KIND/NAME for one
 barrage: $(STAMP)

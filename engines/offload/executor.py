@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import cast
 
@@ -63,12 +64,21 @@ class Executor:
         try:
             self._run(self._ops(len(batches)), running, meanwhile)
         except BaseException:
-            self._finish()
-            for batch in running:
-                batch.abandon()
+            self._abandon(running)
             raise
         self._experts.end_pass()
         return [torch.as_tensor(batch.stopped_for) for batch in running]
+
+    def _abandon(self, batches: Sequence[RunningBatch]) -> None:
+        """Ends what a failed pass has under way. What fails besides says less than what failed first."""
+        ends = [self._finish, *(batch.abandon for batch in batches)]
+        if self._product is not None:
+            ends.insert(1, self._product.close)  # also where it cannot be completed
+        for end in ends:
+            with suppress(BaseException):
+                end()
+        self._product = None
+        self._in_use.clear()  # the stream frees their slots as the next pass begins
 
     def _ops_of(self, streamed: Sequence[bool], spans: Sequence[range], batches: int) -> Sequence[Op]:
         """The operations of a pass, without those for which a batch that is alone does not stop."""

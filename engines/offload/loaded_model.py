@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -124,9 +125,9 @@ class LoadedModel:
             kv_blocks_total=total,
             kv_store=None if self.cache.store is None else self.cache.store.stats(),
             **asdict(self.counts),
-            tile_bytes=tuple(tile.nbytes for tile in self.tiles),
+            tile_bytes=self._tile_bytes,
             ring_slots=self.stream.slots,
-            pass_weight_bytes=sum(tile.span for tile in self.stream.tiles),
+            pass_weight_bytes=self._pass_weight_bytes,
             weight_bytes_read=self.stream.bytes_read,
             num_kv_blocks=self.cache.num_blocks,
             kv_bytes_read=sum(blocks.bytes_read for blocks in moving),
@@ -135,6 +136,14 @@ class LoadedModel:
             activation_rows_on_disk=0 if activations is None else activations.rows_on_disk,
             experts=dict(self.expert_counts.counts),
         )
+
+    @cached_property
+    def _tile_bytes(self) -> tuple[int, ...]:
+        return tuple(tile.nbytes for tile in self.tiles)
+
+    @cached_property
+    def _pass_weight_bytes(self) -> int:
+        return sum(tile.span for tile in self.stream.tiles)
 
     def _kv_blocks_by_tier(self) -> tuple[dict[str, int], dict[str, int]]:
         """KV blocks that sequences hold, and all."""

@@ -61,7 +61,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
-    _fuse(meta_model, backend.kernels)
+    fused = _fuse(meta_model, backend.kernels)
     stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
@@ -92,6 +92,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         converted.note,
         f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
         why,
+        fused,
         _exact12_note(tiles),
         *_usage_notes(needs.usage, option.kept_usage, streamed, plan),
         *_buffered(reader.direct or not streamed, cache, offload),
@@ -151,12 +152,17 @@ def _overlaps(
     return overlaps, policy, ""
 
 
-def _fuse(model: MetaModel, kernels: KernelSet) -> None:
-    """Has kernels compute what the module's own code computes in many operations."""
+def _fuse(model: MetaModel, kernels: KernelSet) -> str:
+    """Has kernels compute what the module's own code computes in many operations. Returns a note where rotary
+    embeddings stay the module's, or nothing; norms are too varied to speak of those that do."""
     if (norm := kernels.rms_norm()) is not None:
         fuse_rms_norms(model.module, norm)
     if (rotary := kernels.rotary()) is not None:
-        fuse_rotary(model.module, rotary, model.dtype)
+        fused, left = fuse_rotary(model.module, rotary, model.dtype)
+        if left:
+            return (f"slower rotary embeddings in {left} of {fused + left} layers: the model's own code, which does "
+                    "not compute what the kernel does")  # fmt: skip
+    return ""
 
 
 def _keep_to_limits(request: LoadRequest) -> None:

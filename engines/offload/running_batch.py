@@ -1,6 +1,5 @@
 """One batch of a pass: the model runs over it in a greenlet, which stops where it must wait."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,6 @@ class RunningBatch:
             self._timeline.end("compute", BETWEEN, began)
 
     def abandon(self) -> None:
-        """Waits for a running attention, since its KV blocks may soon belong to another sequence."""
+        """Waits for a running attention, since its KV blocks may soon belong to another sequence. Raises as it."""
         if isinstance(self.stopped_for, Attending):
-            with suppress(Exception):
-                self.stopped_for.wait(self._device)
+            self.stopped_for.wait(self._device)

@@ -16,6 +16,10 @@ from engines.offload.scheduled_chunk import ActiveSequence, Room, ScheduledChunk
 S = TypeVar("S", bound=ActiveSequence)
 
 
+class MustReadError(Exception):
+    """A sequence that is due would start with blocks that a store has to be read for."""
+
+
 class Scheduler(ABC, Generic[S]):
     """Forms passes. `next_pass` allocates the KV blocks of its chunks, `advance` ends it; `finish` frees a sequence's
     blocks. `changes` counts the sequences that came and went: as long as it stays, so does the next pass.
@@ -52,7 +56,8 @@ class Scheduler(ABC, Generic[S]):
     @abstractmethod
     def next_pass(self, now_s: float, ahead: bool = False) -> list[list[ScheduledChunk[S]]]:
         """The batches of the next pass; empty if no sequence has arrived or none gets the blocks it needs. `ahead`: the
-        last pass's tokens are not known yet; empty too if a sequence would be preempted, as another may have ended."""
+        last pass's tokens are not known yet; empty too if a sequence would be preempted, as another may have ended, or
+        if a store would be read, which may take longer than the pass that computes meanwhile."""
 
     def advance(self, chunks: Iterable[ScheduledChunk[S]], now_s: float = math.nan) -> list[S]:
         """The pass of these chunks is computed: later sequences find the blocks that it has filled, and those that have
@@ -87,8 +92,9 @@ class Scheduler(ABC, Generic[S]):
         for sequence in list(self.running):
             self.finish(sequence)
 
-    def admit(self, now_s: float) -> S | None:
-        """Admits the next arrived sequence if the cache can hold it to its end beside the running sequences."""
+    def admit(self, now_s: float, ahead: bool = False) -> S | None:
+        """Admits the next arrived sequence if the cache can hold it to its end beside the running sequences. Raises
+        MustReadError instead where a pass is formed `ahead`."""
         if not self.waiting or self.waiting[0].arrival_s > now_s:
             return None
         sequence = self.waiting[0]
@@ -97,9 +103,12 @@ class Scheduler(ABC, Generic[S]):
         prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
         if not self._fits(sequence, prefix):
             return None
+        missing = hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE]
+        if ahead and self._cache.may_restore(missing):
+            raise MustReadError
         self.running[self.waiting.popleft()] = prefix
         self._cache.ref(prefix)
-        restored = self._cache.restore(hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE])
+        restored = self._cache.restore(missing)
         sequence.block_table = [*prefix, *restored]
         sequence.cached = len(sequence.block_table) * BLOCK_SIZE
         if sequence.found_tokens is None:  # a preempted sequence may find blocks of its first run
@@ -185,15 +194,18 @@ class ContinuousScheduler(Scheduler[S]):
         chunks = [ScheduledChunk(s, 1) for s in self.running if s.missing == 1]
         logits = None if self._max_logits is None else max(0, self._max_logits - len(chunks))
         room = Room(self._budget(len(chunks)), logits)
-        for sequence in self._prompts(now_s):
-            if count := room.take(sequence):
-                chunks.append(ScheduledChunk(sequence, count))
-            if not count or not room.prompt_rows:
-                break
+        try:
+            for sequence in self._prompts(now_s, ahead):
+                if count := room.take(sequence):
+                    chunks.append(ScheduledChunk(sequence, count))
+                if not count or not room.prompt_rows:
+                    break
+        except MustReadError:
+            return []
         return self._allocate_blocks([chunks], ahead)
 
-    def _prompts(self, now_s: float) -> Iterable[S]:
+    def _prompts(self, now_s: float, ahead: bool) -> Iterable[S]:
         """Sequences whose prompts are not cached: running ones, then new ones as long as they are admitted."""
         yield from [s for s in self.running if s.missing > 1]
-        while len(self.running) < self._size and (sequence := self.admit(now_s)):
+        while len(self.running) < self._size and (sequence := self.admit(now_s, ahead)):
             yield sequence

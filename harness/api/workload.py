@@ -46,7 +46,8 @@ class Slo:
 @dataclass(frozen=True)
 class StopWhen:
     """When a rate's arrivals end before their time: once the 95 % interval of the mean of each latency that has an
-    objective (without objectives: of the normalized one) is at most the share `ci_width` of that mean."""
+    objective (without objectives: of the normalized one) is at most the share `ci_width` of that mean. The intervals of
+    all looks hold together."""
 
     __pydantic_config__ = FORBID
 

@@ -13,6 +13,9 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64
 #: What a decoder writes for bytes that are only part of a character.
 _PART = "\ufffd"
+#: Of a text that grows, so many tokens are decoded again with each new one before the first of them are left out; and
+#: so many of the rest still are, since what a decoder writes for a token may depend on its neighbours.
+_WINDOW, _CONTEXT = 32, 8
 
 
 def requests_of(line: BatchLine, shape: ModelShape, text: Text | None) -> tuple[GenerationRequest, ...]:
@@ -89,12 +92,14 @@ class GrowingText:
         self._sampling = sampling
         self._tokens: list[int] = []
         self._whole = self._shown = ""
+        self._first, self._before, self._context = 0, "", ""  # see _decoded
+        self._following: int | None = None  # the next `_first`
 
     def add(self, token: int) -> str:
         """The piece of text that this token settles, often empty."""
         before = len(self._whole)
         self._tokens.append(token)
-        self._whole = self._text.decode(self._tokens)
+        self._whole = self._decoded()
         settled = self._whole.rstrip(_PART)
         settled = settled[: len(settled) - self._held_back(settled, before)]
         if not settled.startswith(self._shown):
@@ -105,8 +110,33 @@ class GrowingText:
         """The last piece."""
         return self._piece(generated_text(self._text, result, self._sampling))
 
+    def _decoded(self) -> str:
+        """The text of all tokens, of which those from `_first` on are decoded: the text `_before`, whose end they begin
+        with as `_context`, and what follows that. So a token takes as long late in a text as early."""
+        text = self._text.decode(self._tokens[self._first :])
+        if not text.startswith(self._context):  # the decoder has changed what it wrote
+            self._first, self._before, self._context = 0, "", ""
+            text = self._text.decode(self._tokens)
+        whole = self._before + text[len(self._context) :]
+        if not whole.endswith(_PART):  # else a character would be cut
+            self._leave_out(whole)
+        return whole
+
+    def _leave_out(self, whole: str) -> None:
+        """Leaves tokens out of what is decoded, where there are many and the text of all of them is `whole`."""
+        count = len(self._tokens)
+        if self._following is None:
+            self._following = count if count - self._first >= _WINDOW else None
+        elif count - self._following >= _CONTEXT:
+            context = self._text.decode(self._tokens[self._following :])
+            if context and whole.endswith(context):  # none: of special tokens alone
+                self._first, self._before, self._context = self._following, whole, context
+            self._following = None
+
     def _piece(self, text: str) -> str:
-        same = next((i for i, (a, b) in enumerate(zip(text, self._shown, strict=False)) if a != b), len(self._shown))
+        same = len(self._shown)
+        if not text.startswith(self._shown):
+            same = next((i for i, (a, b) in enumerate(zip(text, self._shown, strict=False)) if a != b), same)
         piece = text[same:]
         self._shown = text
         return piece

@@ -97,9 +97,9 @@ class LoadPlan:
         self._ended(at_s)
 
     def end(self, at_s: float) -> None:
-        """No conversation begins after `at_s`; those that have begun are finished."""
+        """No conversation begins after `at_s`; those that were due by then, sent or not, are finished."""
         self.window_s = min(self.window_s, at_s)
-        self._due = [due for due in self._due if due[2].round]
+        self._due = [due for due in self._due if due[2].round or due[0] < self.window_s]
         heapq.heapify(self._due)
 
     @property

@@ -158,18 +158,23 @@ class LoadTest:
                         reason=event.reason, round=session.round,
                     ))  # fmt: skip
                     self.plan.dropped(session, max(session.sent_s, self.engine.clock() + offset))
-            if self.is_enough is not None and len(self._served) >= self._next_look:
-                self._next_look = 2 * len(self._served)
-                if self.is_enough(self._without_gaps()):
-                    self.plan.end(self.engine.clock() + offset)
-                    self.is_enough = None
             self._lock.notify()
+            looks = self.is_enough is not None and len(self._served) >= self._next_look
+            first = min((session.due_s for session in self._sessions.values()), default=math.inf) if looks else 0.0
+        if looks:
+            self._look(first, offset)
 
-    def _without_gaps(self) -> list[ServedRequest]:
-        """What became of the requests that were due before any that is pending, in their order: those that are answered
-        beside slower ones would make a rate look faster."""
-        first = min((session.due_s for session in self._sessions.values()), default=math.inf)
-        return sorted((r for r in self._served if r.due_s < first), key=lambda r: r.due_s)
+    def _look(self, first: float, offset: float) -> None:
+        """Ends arrivals where the requests that were due before `first`, the first that is pending, tell enough; those
+        that are answered beside slower ones would make a rate look faster. Without the lock, which delays requests that
+        are due: this thread alone adds to what it reads."""
+        assert self.is_enough is not None
+        self._next_look = 2 * len(self._served)
+        if self.is_enough(sorted((r for r in self._served if r.due_s < first), key=lambda r: r.due_s)):
+            self.is_enough = None
+            with self._lock:
+                self.plan.end(self.engine.clock() + offset)
+                self._lock.notify()
 
     def _finished(self, result: GenerationResult, offset: float) -> None:
         session = self._asked(result.id)

@@ -3,15 +3,14 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from harness import api, registry
 from harness.api.machine import mean_cached_length
 from harness.common.percentile import percentile
 from harness.common.serving_figures import LATE_S, figures, within
-from harness.run.early_stop import is_close
+from harness.run.early_stop import EarlyStop
 from harness.run.load_plan import LoadPlan
 from harness.run.load_test import LoadTest, lags_of
 from harness.run.rate_sweep import first_rate, highest_within, sweep
@@ -92,20 +91,20 @@ class OnlineRun:
             window = max((r.due_s for r in requests), default=0.0)
         return api.ServedRate(rate, window, requests)
 
-    @property
-    def _is_enough(self) -> Callable[[Sequence[api.ServedRequest]], bool] | None:
+    def _early_stop(self) -> EarlyStop | None:
+        """What ends a rate before its time."""
         workload = self.spec.workload
         if workload.stop_when is None:
             return None
         latencies = ("normalized_s",) if workload.slo is None else tuple(workload.slo.limits)
-        return partial(is_close, latencies=latencies, width=workload.stop_when.ci_width)
+        return EarlyStop(latencies, workload.stop_when.ci_width)
 
     def _drive(
         self, plan: LoadPlan, deadline_s: float | None, phase: str, expected: int
     ) -> tuple[api.ServedRequest, ...]:
         test = LoadTest(
             self._online, self.capabilities, plan, self.load.vocab, deadline_s, self.on_event, phase, expected,
-            self._is_enough,
+            self._early_stop(),
         )  # fmt: skip
         return tuple(test.run())
 

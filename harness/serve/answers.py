@@ -12,6 +12,8 @@ from harness.batch.format import BatchLine, answer, chat_logprobs, completion_lo
 from harness.batch.texts import GrowingText, echo_of, generated_text
 from harness.serve.requests import Asked
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
 
 @dataclass
 class Answer:
@@ -29,6 +31,9 @@ class Answer:
         self._growing = [GrowingText(self.text, request.sampling) for request in self.requests]
         self._results: dict[int, GenerationResult] = {}
         self._streamed = 0  # tokens
+        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        self._head = _encode(head).removesuffix("}")  # of every chunk
 
     @property
     def done(self) -> bool:
@@ -122,6 +127,4 @@ class Answer:
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
         if self.asked.usage_so_far:
             more = {"usage": self._usage_so_far(), **more}
-        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
-        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
-        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+        return f"data: {self._head}, {_encode({'choices': choices, **more})[1:]}\n\n"

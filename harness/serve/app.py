@@ -22,6 +22,7 @@ from harness.serve.described import ERRORS, generation, json_body
 from harness.serve.errors import error
 from harness.serve.metrics import Metrics
 from harness.serve.origins import is_foreign, is_loopback
+from harness.serve.post import Post
 from harness.serve.requests import RequestError, no_model, parse, requests_for
 from harness.serve.running import Running
 from harness.serve.served import Served
@@ -38,6 +39,8 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     app = FastAPI(title="harness serve", openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=ERRORS)
     metrics = Metrics(lambda: served.loop.stats)
     numbers = itertools.count(1)
+    post = Post()
+    served.loop.after_step = post.send
 
     app.add_middleware(_Identified, api_key=served.settings.api_key, loopback=is_loopback(served.settings.host))
     _add_error_handlers(app, metrics)
@@ -62,7 +65,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
         requests = await asyncio.to_thread(requests_for, asked, served.shape, served.text, served.longest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         answer = Answer(name, asked, requests, served.name, served.text)
-        running = Running(served.loop, served.engine.clock, metrics, answer, served.settings.keep_alive_s)
+        running = Running(served.loop, post, served.engine.clock, metrics, answer, served.settings.keep_alive_s)
         try:
             if not running.begin():
                 metrics.ended("busy")

@@ -57,7 +57,7 @@ class EngineLoop:
     """Steps an engine in a thread of its own for as long as anything is pending.
 
     `close` lets no request in any more and ends the thread: at once, after the requests are cancelled, or when all are
-    done (`drain`).
+    done (`drain`). `after_step` is called in that thread when all events of a step are delivered.
     """
 
     def __init__(self, engine: OnlineEngine, most_pending: int) -> None:
@@ -70,6 +70,7 @@ class EngineLoop:
         self._stats = engine.stats()
         self.failure = ""  # why the engine broke
         self.generated_tokens = 0  # of all requests
+        self.after_step: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -134,6 +135,7 @@ class EngineLoop:
                 self._stats = self._engine.stats()  # first: who has an answer finds the pass it came from counted
                 for event in events:
                     self._hand_out(event)
+                self.after_step()
         except Exception as exc:
             refusal = classify(exc)
             with self._lock:
@@ -141,6 +143,7 @@ class EngineLoop:
                 left, self._pending = self._pending, {}
             for pending in left.values():
                 pending.deliver(EngineFailure(self.failure))
+            self.after_step()
 
     def _take_commands(self) -> bool:
         """Passes requests and cancellations on to the engine, waiting for one where it has nothing to do. False where

@@ -1,7 +1,6 @@
 """One HTTP request whose answer is under way: from the engine's events to a body or a stream."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -13,52 +12,59 @@ from harness.serve.answers import Answer
 from harness.serve.engine_loop import EngineFailure, EngineLoop
 from harness.serve.errors import error
 from harness.serve.metrics import Metrics
+from harness.serve.post import Post
 
 #: How often a request whose answer is not streamed looks whether its client is still there.
 _LOOK_S = 1.0
 
 
 class Running:
-    """An HTTP request whose engine requests run; however it ends, none of them goes on."""
+    """An HTTP request whose engine requests run; however it ends, none of them goes on.
+
+    What happens once a token, at many streams, takes a part of the engine's time: so events of a step come together and
+    leave in one write, and a timer is set once a silence, not once an event.
+    """
 
     def __init__(
-        self, loop: EngineLoop, clock: Callable[[], float], metrics: Metrics, answer: Answer, keep_alive_s: float
-    ) -> None:
-        self._loop, self._clock, self._metrics, self._answer = loop, clock, metrics, answer
+        self, loop: EngineLoop, post: Post, clock: Callable[[], float], metrics: Metrics, answer: Answer,
+        keep_alive_s: float,
+    ) -> None:  # fmt: skip
+        self._loop, self._post, self._clock, self._metrics, self._answer = loop, post, clock, metrics, answer
         self._keep_alive_s = keep_alive_s
-        self._events: asyncio.Queue[Event | EngineFailure] = asyncio.Queue()
-        self._let_in_s = 0.0
+        self._events: asyncio.Queue[Event | EngineFailure | None] = asyncio.Queue()
+        self._reminder: asyncio.TimerHandle | None = None
+        self._let_in_s = self._heard_s = 0.0
 
     def begin(self) -> bool:
         """As EngineLoop.submit."""
-        loop, streamed = asyncio.get_running_loop(), self._answer.asked.stream
+        put, take, streamed = self._post.put, self._events.put_nowait, self._answer.asked.stream
 
         def deliver(event: Event | EngineFailure) -> None:
-            if not streamed and isinstance(event, TokenEvent):
+            if isinstance(event, TokenEvent) and not streamed:
                 return  # each one would wake the server's thread, which the engine's shares a processor with
-            with contextlib.suppress(RuntimeError):  # the server's loop has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
+            if isinstance(event, FinishedEvent) and event.result.finish_reason == "cancelled":  # not by this request
+                event = EngineFailure("the server is shutting down")
+            put(take, event)
 
+        self._post.open()
         self._let_in_s = self._clock()
         return self._loop.submit([(request, deliver) for request in self._answer.requests])
 
     async def whole(self, request: Request) -> Response:
         """The answer in one piece."""
-        outcome, looked = "cancelled", time.monotonic()
+        outcome = "cancelled"
         try:
             while not self._answer.done:
-                event = await self._next(_LOOK_S)
-                if time.monotonic() - looked >= _LOOK_S:
-                    if await request.is_disconnected():
-                        return Response(status_code=499)  # which nobody reads
-                    looked = time.monotonic()
-                if event is None:
-                    continue
-                if not isinstance(event, TokenEvent | FinishedEvent):
-                    outcome, failure = self._failed(event)
-                    return failure
-                if isinstance(event, FinishedEvent):
-                    self._finish(event)
+                for event in await self._arrived(_LOOK_S):
+                    if event is None:
+                        if await request.is_disconnected():
+                            return Response(status_code=499)  # which nobody reads
+                    elif isinstance(event, FinishedEvent):
+                        self._answer.finish(event)
+                        self._metrics.answered(event.result, self._let_in_s)
+                    elif not isinstance(event, TokenEvent):
+                        outcome, failure = self._failed(event)
+                        return failure
             outcome = "ok"
             return JSONResponse(self._answer.whole())
         finally:
@@ -66,42 +72,50 @@ class Running:
 
     async def stream(self) -> AsyncIterator[str]:
         """The answer in chunks; a comment now and then while there is none, for what closes silent connections."""
-        outcome = "cancelled"
+        outcome, done = "cancelled", False
         try:
             for chunk in self._answer.opening():
                 yield chunk
-            while not self._answer.done:
-                event = await self._next(self._keep_alive_s)
-                if event is None:
-                    yield ": keep-alive\n\n"
-                    continue
-                if not isinstance(event, TokenEvent | FinishedEvent):
-                    outcome, failure = self._failed(event)
-                    yield f"data: {bytes(failure.body).decode()}\n\n"
-                    return
-                if isinstance(event, FinishedEvent):
-                    self._metrics.answered(event.result, self._let_in_s)
-                for chunk in self._answer.chunks(event):
-                    yield chunk
-            for chunk in self._answer.closing():
-                yield chunk
+            while not done:
+                chunks: list[str] = []
+                for event in await self._arrived(self._keep_alive_s):
+                    if event is None:
+                        chunks.append(": keep-alive\n\n")
+                        continue
+                    if not isinstance(event, TokenEvent | FinishedEvent):
+                        outcome, failure = self._failed(event)
+                        yield f"{''.join(chunks)}data: {bytes(failure.body).decode()}\n\n"
+                        return
+                    if isinstance(event, FinishedEvent):
+                        self._metrics.answered(event.result, self._let_in_s)
+                    chunks += self._answer.chunks(event)
+                if done := self._answer.done:
+                    chunks += self._answer.closing()
+                if chunks:
+                    yield "".join(chunks)
             outcome = "ok"
         finally:
             self._end(outcome)
 
-    async def _next(self, patience_s: float) -> Event | EngineFailure | None:
-        """The next event; None if there is none for so many seconds."""
-        try:
-            event = await asyncio.wait_for(self._events.get(), patience_s)
-        except TimeoutError:
-            return None
-        if isinstance(event, FinishedEvent) and event.result.finish_reason == "cancelled":  # not by this request
-            return EngineFailure("the server is shutting down")
-        return event
+    async def _arrived(self, patience_s: float) -> list[Event | EngineFailure | None]:
+        """The next events, all of them that have come; None among them where there was none for so many seconds."""
+        if self._reminder is None:
+            self._heard_s = time.monotonic()
+            self._remind(patience_s)
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        self._heard_s = time.monotonic()
+        return events
 
-    def _finish(self, event: FinishedEvent) -> None:
-        self._answer.finish(event)
-        self._metrics.answered(event.result, self._let_in_s)
+    def _remind(self, patience_s: float) -> None:
+        """Puts None among the events after a silence of so many seconds, and looks again when the next one can end."""
+        left = self._heard_s + patience_s - time.monotonic()
+        if left <= 0:
+            left = patience_s
+            if self._events.empty():
+                self._events.put_nowait(None)
+        self._reminder = asyncio.get_running_loop().call_later(left, self._remind, patience_s)
 
     def _failed(self, event: RefusedEvent | EngineFailure) -> tuple[str, JSONResponse]:
         """How a request ends that the engine refuses or breaks down under."""
@@ -110,6 +124,8 @@ class Running:
         return "refused", error(event.reason, 400, "invalid_request" if event.kind == "invalid" else "infeasible")
 
     def _end(self, outcome: str) -> None:
+        if self._reminder is not None:
+            self._reminder.cancel()
         self._metrics.ended(outcome)
         if outcome != "ok":
             for request in self._answer.requests:

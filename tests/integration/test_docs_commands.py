@@ -4,8 +4,10 @@ A block runs as one script in a folder that links to the checkout's files, with 
 (`make`, `pip install`, the virtual environment) are `.ci/run`'s, and a test holds it to them.
 """
 
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +105,16 @@ def test_the_block_runs(text, checkout, request):
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_serving_guide_names_suites_cells_and_keys_that_there_are(cli):
+    """Its commands would build environments and measure for hours: here they say what they would run."""
+    [block] = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/guides/serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    given = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    assert {words[0] for words in given} == {"validate", "run"}
+    for verb, suite, *options in given:
+        told = cli(
+            verb, ROOT / suite, *options, *(["--dry-run"] if verb == "run" and "--dry-run" not in options else [])
+        )
+        named = [value for option, value in itertools.pairwise(options) if option == "--cell"]
+        assert verb == "validate" or all(name in told.stdout for name in named or ("vllm", "transformers_serve"))

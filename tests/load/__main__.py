@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--turns", type=int, default=3, help="of the overhead [default: 3]")
     parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--body-mib", type=int, default=100, help="of a body that is too large [default: 100]")
     parser.add_argument("--seconds", type=float, default=60.0, help="that slow clients read [default: 60]")
     given = vars(parser.parse_args())
     lane, failed = given.pop("lane"), 0

@@ -15,7 +15,8 @@ from tests.load.questions import Question
 @dataclass
 class Bench:
     """`model` None is a small one with the offload engine, `fake` the fake engine's. `cancelled`: the share of clients
-    that leave; `turns`: of a comparison; `connections`: how many are opened; `seconds`: how long a slow client reads.
+    that leave; `turns`: of a comparison; `connections`: how many are opened; `body_mib`: of a body that is too large;
+    `seconds`: how long a slow client reads.
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class Bench:
     seed: int = 0
     turns: int = 3
     connections: int = 10_000
+    body_mib: int = 100
     seconds: float = 60.0
 
     @cached_property

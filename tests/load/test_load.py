@@ -10,7 +10,7 @@ SHORT = {
     "crowd": {"clients": 50, "requests": 600},
     "overhead": {"clients": 8, "requests": 40, "turns": 1},
     "connections": {"connections": 2000},
-    "bodies": {},
+    "bodies": {"body_mib": 24},
     "slow_reader": {"seconds": 3.0},
 }
 

@@ -1,6 +1,7 @@
 """Passes that are formed while the one before computes: the same passes and tokens, whatever happens meanwhile."""
 
 import random
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from engines.offload.block_scheduler import BlockScheduler
 from engines.offload.device.host import HostDevice
 from engines.offload.engine import OffloadEngine
 from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.kv_store.store import KVStore
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
+from engines.offload.pass_forming import PassFormer
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.scheduled_chunk import ActiveSequence
 from engines.offload.scheduler import ContinuousScheduler
@@ -107,6 +110,36 @@ def test_the_time_between_passes_counts_while_somebody_waits(monkeypatch):
     assert [sums.idle_s for sums in kept.settle()] == [0.0, 0.5, 0.0, 0.25]
     metrics = kept.trace().metrics
     assert metrics["between_passes_s"] == 0.75 and metrics["between_passes_share"] == 0.75 / 5.0
+
+
+def test_a_pass_is_not_formed_ahead_where_a_store_would_be_read(model, cache, monkeypatch):
+    """It takes its blocks when it begins, and the pass before is not kept waiting by a disk."""
+    looking, reads = [], []
+    look_ahead, get = PassFormer.look_ahead, KVStore.get
+
+    def looked(self, *given):
+        looking.append(self)
+        look_ahead(self, *given)
+        looking.pop()
+
+    def got(self, *given):
+        reads.append(bool(looking))
+        return get(self, *given)
+
+    monkeypatch.setattr(PassFormer, "look_ahead", looked)
+    monkeypatch.setattr(KVStore, "get", got)
+    engine = loaded(model, cache, {**POLICIES["sweep"], "gpu_batch_size": 2}, kv_store={"host": 1 << 20})
+    lasting = api.SamplingParams(12, ignore_eos=True)
+    again = api.GenerationRequest("again", tuple(range(2, 42)), api.SamplingParams(2, ignore_eos=True))
+    [before] = engine.generate([again])
+    engine.loaded.cache.reset_prefix_cache()
+    for request in (replace(again, id="ends", prompt=(5, 6)), api.GenerationRequest("lasts", (7, 8), lasting), again):
+        engine.submit(request)
+    ends = {result.id: result for result in ends_of(drained(engine))}
+    assert reads == [False] * (32 // BLOCK_SIZE)
+    assert ends["again"].tokens == before.tokens and ends["again"].cached_tokens == 32
+    assert 0 < engine.stats().formed_ahead < engine.stats().passes
+    engine.close()
 
 
 @pytest.fixture(scope="module")

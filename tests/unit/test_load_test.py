@@ -1,20 +1,25 @@
 """The load generator: who is sent when, latencies from when a request was due, sweeps, and what a launch says of it."""
 
+import itertools
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.signal import lfilter
+from scipy.special import stdtrit
 
 from engines.adapters.fake import MODEL, FakeEngine
 from harness import api, registry
 from harness.api import Conversation, ServedRate, ServedRequest, Slo, Turn, WorkloadSpec
 from harness.common.serving_figures import attainment, figures, gaps, within
-from harness.run.early_stop import is_close
+from harness.run.early_stop import EarlyStop
 from harness.run.load_plan import LoadPlan, Session
 from harness.run.load_test import LoadTest
 from harness.run.online import OnlineRun, metrics_of, notes_of, sequence_lengths
@@ -284,11 +289,11 @@ def test_a_rate_is_looked_at_again_at_twice_as_many_answers(monkeypatch: pytest.
     """Not after every answer: some interval is narrow by chance. What the rule says is taken at once."""
     looks: list[int] = []
 
-    def is_enough(requests: Sequence[ServedRequest], latencies: object, width: float) -> bool:
+    def is_enough(self: EarlyStop, requests: Sequence[ServedRequest]) -> bool:
         looks.append(len(requests))
         return len(looks) == 3
 
-    monkeypatch.setattr("harness.run.online.is_close", is_enough)
+    monkeypatch.setattr(EarlyStop, "__call__", is_enough)
     served = run(spec_of(rate=1.0, duration_s=900.0, process="constant", stop_when=api.StopWhen(0.05)),
                  rate_tok_s=100.0)[0]  # fmt: skip
     assert looks == pytest.approx([100, 200, 400], abs=2)
@@ -304,7 +309,7 @@ def test_an_interval_of_batch_means_holds_the_mean_as_often_as_it_says(width: fl
         for i in range(400):
             wait = max(0.01, 1.0 + 0.5 * (wait - 1.0) + rng.gauss(0, 0.2))
             served.append(request(float(i), i + wait))
-        if is_close(served, ["ttft_s"], width):
+        if EarlyStop(["ttft_s"], width)(served):
             close += 1
             right += abs(sum(r.ttft_s for r in served) / len(served) - 1.0) <= width / 2
     assert close > 30
@@ -313,9 +318,63 @@ def test_an_interval_of_batch_means_holds_the_mean_as_often_as_it_says(width: fl
 
 def test_a_refused_request_or_too_few_tell_nothing() -> None:
     served = [request(float(i), i + 1.0) for i in range(100)]
-    assert is_close(served, ["ttft_s"], 0.01)
-    assert not is_close(served[:99], ["ttft_s"], 0.01)
-    assert not is_close([*served, request(100.0, outcome="refused")], ["ttft_s"], 0.01)
+    is_close = EarlyStop(["ttft_s"], 0.01)
+    assert is_close(served)
+    assert not is_close(served[:99])
+    assert not is_close([*served, request(100.0, outcome="refused")])
+
+
+def test_intervals_hold_the_mean_at_all_looks_together() -> None:
+    """Of waiting times that depend on those before them, in ten thousand streams. Intervals that are made as if each
+    were the only one, as `once` is, miss it in three times as many as they say."""
+    streams, looks, memory = 10_000, (100, 200, 400, 800), 0.5
+    noise = np.random.default_rng(0).standard_normal((streams, looks[-1])) * 0.2
+    waits = 1.0 + lfilter([1.0], [1.0, -memory], noise, axis=1)
+    outside, once = np.zeros(streams, bool), np.zeros(streams, bool)
+    for look, count in enumerate(looks, 1):
+        rule = EarlyStop(["ttft_s"], 0.05)
+        low, high = np.array([rule.interval(stream, look) for stream in waits[:, :count].tolist()]).T
+        outside |= (low > 1.0) | (high < 1.0)
+        half = (high - low) / 2 * stdtrit(9, 0.975) / stdtrit(9, 1 - 0.025 / (look * (look + 1)))
+        once |= abs((low + high) / 2 - 1.0) > half
+    assert outside.mean() <= 0.05
+    assert once.mean() > 0.15
+
+
+def test_what_was_due_by_the_end_is_sent() -> None:
+    """Arrivals that were due while the last pass ran belong to the time over which the rate counts."""
+    plan = LoadPlan(iter([conversation(f"c{i}", 0.5 * i, (1, 2, 0.0)) for i in range(9)]))
+    first = plan.take(0.0)
+    plan.sent(first)
+    plan.answered(first, 1.7, (1, 2))
+    plan.end(1.75)
+    sent = []
+    while plan.next_due() is not None:
+        sent.append(plan.take(1.8))
+        plan.sent(sent[-1])
+    assert [session.due_s for session in sent] == [0.5, 1.0, 1.5]
+    assert plan.window_s == 1.75 and not plan.done, "they have no answers yet"
+
+
+def test_requests_are_sent_while_the_rule_looks_whether_a_rate_may_end() -> None:
+    class Timed(FakeEngine):
+        def clock(self) -> float:
+            return time.monotonic()
+
+    engine = Timed()
+    engine.load(MODEL, api.OffloadPolicy(gpu_batch_size=9), api.HardwareLimits(), api.Job(None, None, 9, 9))
+    plan = Counted(iter([conversation(f"c{i}", 0.002 * i, (1, 1, 0.0)) for i in range(120)]))
+    sent, more = itertools.count(1), threading.Event()
+    plan.on_sent = lambda: more.set() if next(sent) == 110 else None
+
+    def is_enough(requests: Sequence[ServedRequest]) -> bool:
+        assert more.wait(30), "the generator waits for the rule"
+        return True
+
+    known = api.Capabilities(simulated=False, remote=False)
+    served = LoadTest(engine, known, plan, 1000, None, api.ignore_events, "", 1, is_enough).run()
+    assert len(served) >= 110
+    assert {r.id for r in served} == {f"c{i}" for i in range(120) if 0.002 * i < plan.window_s}
 
 
 def test_a_request_that_is_too_slow_alone_ends_a_sweep() -> None:

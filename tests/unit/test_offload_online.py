@@ -1,5 +1,6 @@
 """The offload engine takes requests while it runs: whoever shares its passes, each gets what it gets alone."""
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from engines.offload.engine import OffloadEngine
 from engines.offload.executor import Executor
 from engines.offload.pass_model import LatencyBudget, PassModel
+from engines.offload.running_batch import RunningBatch
 from harness import api
 from tests.offload import VOCAB, answers, with_kernels, words
 
@@ -286,3 +288,38 @@ def test_the_pass_model_reads_rows_off_the_line_through_what_it_measured(model):
     assert passes.rows_within(0.037) in range(34, 38)
     assert passes.rows_within(0.256) in range(250, 260)
     assert passes.rows_within(1.024) in range(1020, 1030)
+
+
+def test_a_pass_that_fails_abandons_every_batch_and_raises_what_failed_first(model, cache, monkeypatch):
+    engine = loaded(model, cache, POLICIES["zigzag"])
+    alone = answers(engine, [request_of(4)])
+    for number in range(1, 5):  # two batches
+        engine.submit(request_of(number))
+    multiply, finish, products, failed, abandoned = Executor._multiply, Executor._finish, itertools.count(1), [], []
+
+    def fails(self, *given):
+        if next(products) == 7:
+            failed.append(self)
+            raise MemoryError("failed first")
+        multiply(self, *given)
+
+    def fails_too(self):
+        if failed:
+            raise OSError("cannot be finished")
+        finish(self)
+
+    def abandon(batch):
+        abandoned.append(batch)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_multiply", fails)
+        patch.setattr(Executor, "_finish", fails_too)
+        patch.setattr(RunningBatch, "abandon", abandon)
+        with pytest.raises(MemoryError, match="failed first"):
+            engine.step()
+    assert len(abandoned) == 2
+    assert (engine.pending(), used(engine)) == (0, 0)
+    engine.submit(request_of(4))
+    assert {e.result.id: e.result.tokens for e in drained(engine) if isinstance(e, api.FinishedEvent)} == alone
+    engine.close()

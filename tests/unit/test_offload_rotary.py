@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from engines.offload.kernels.rotary import can_rotate, compiled_rotary
 from engines.offload.model.fused_rotary import fuse_rotary
-from tests.offload import COMMON
+from tests.offload import COMMON, load, tiny
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -90,7 +90,15 @@ def test_a_model_with_the_kernel_has_its_own_logits_to_the_last_bit(rotary, kind
     ids = torch.arange(5, 12)[None]
     with torch.inference_mode():
         before = module(ids).logits
-        assert fuse_rotary(module, counted, torch.bfloat16) == (COMMON["num_hidden_layers"] if is_same else 0)
+        layers = COMMON["num_hidden_layers"]
+        assert fuse_rotary(module, counted, torch.bfloat16) == ((layers, 0) if is_same else (0, layers))
         calls.clear()
         assert torch.equal(module(ids).logits, before)
     assert len(calls) == (COMMON["num_hidden_layers"] if kind == "llama" else 0)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("llama", False), ("cohere", True)])
+def test_a_load_tells_where_the_kernel_is_not_used(kind, told, tmp_path, cache):
+    engine, report = load(tiny(tmp_path / "m", kind, **{**COMMON, **KINDS[kind][0]}), cache)
+    engine.close()
+    assert any("rotary embeddings in 3 of 3 layers" in note for note in report.notes) == told

@@ -1,13 +1,16 @@
 """The Python API on the fake engine: answers, streams, scores and refusals, and an import that loads nothing."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from engines.adapters.fake import SHAPE, FakeText
 from harness.api import GenerationResult, HarnessError, InfeasibleError, SamplingParams
@@ -176,11 +179,49 @@ def test_the_pieces_of_a_stream_are_the_text_wherever_it_stops(tokens, stops, le
     assert "".join(pieces) == generated_text(TEXT, result, sampling)
 
 
-def test_half_a_character_is_held_back():
-    class Bytes(FakeText):
-        def decode(self, tokens):
-            return bytes(tokens).decode(errors="replace")
+class Bytes(FakeText):
+    """Byte by byte, as GPT-2's tokenizer."""
 
+    def ids(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+class Pieces(FakeText):
+    """As LLaMA's tokenizer: a space begins a piece, and is stripped from a text; other characters are bytes, of which a
+    run is characters or none."""
+
+    PIECES = ("▁", "▁a", "a", ".", *(f"<0x{byte:02X}>" for byte in range(256)))
+    DECODER = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+    def ids(self, text):
+        pieces = re.findall("▁a|.", text.replace(" ", "▁"), re.DOTALL)
+        return [
+            token
+            for piece in pieces
+            for token in ([self.PIECES.index(piece)] if piece in self.PIECES else [4 + b for b in piece.encode()])
+        ]
+
+    def decode(self, tokens):
+        return self.DECODER.decode([self.PIECES[token] for token in tokens])
+
+
+@given(st.sampled_from([Bytes(None), Pieces(None)]), st.text(" a.é€𝄞", min_size=40, max_size=120))
+def test_the_pieces_of_a_long_text_are_the_text(text, expected):
+    """Whose beginning is not decoded again with every token, in the middle of whatever characters."""
+    tokens, growing, lengths = tuple(text.ids(expected)), GrowingText(text, SamplingParams()), []
+    with mock.patch.object(text, "decode", lambda ids: lengths.append(len(ids)) or type(text).decode(text, ids)):
+        pieces = [growing.add(token) for token in tokens]
+    result = GenerationResult("r", tokens, 0.0, (0.0,) * len(tokens), 1)
+    assert "".join(pieces) + growing.end(result) == text.decode(tokens)
+    assert len(tokens) < 100 or sorted(lengths)[len(lengths) // 2] <= 60
+
+
+def test_half_a_character_is_held_back():
     growing = GrowingText(Bytes(None), SamplingParams())
     assert [growing.add(t) for t in "é!".encode()] == ["", "é", "!"]
 

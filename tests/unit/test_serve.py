@@ -55,6 +55,22 @@ def test_a_completion_is_the_engine_s_whole_or_in_pieces(client):
     assert [chunk.usage.completion_tokens for chunk in stream] == [1, 2, 3, 4, 5, 6, 6, 6]
 
 
+def test_what_a_step_gives_a_stream_leaves_in_one_piece(port):
+    body = json.dumps({"prompt": "hi", "max_tokens": 5, "ignore_eos": True, "n": 2, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        rest = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")[2]
+    pieces = []
+    while size := int(rest.partition(b"\r\n")[0], 16):
+        rest = rest.partition(b"\r\n")[2]
+        pieces.append(rest[:size])
+        rest = rest[size + 2 :]
+    assert b"".join(pieces).count(b"data: ") == 2 * 5 + 2 + 1
+    assert len(pieces) <= 6, "the second choice may begin a step later"
+    assert pieces[-1].endswith(b"data: [DONE]\n\n")
+
+
 def test_a_chat_is_rendered_and_streamed(client):
     messages = [{"role": "user", "content": "hi"}]
     whole = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=4, seed=1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -143,15 +144,16 @@ class TestRates:
     @pytest.fixture
     def measured(self, monkeypatch):
         reads, products = {1 << 20: 1e9, 4 << 20: 2e9, 16 << 20: 2.05e9}, {1: 1e-10, 16: 2e-10, 128: 9e-10, 1024: 7e-9}
-        monkeypatch.setattr(pass_rates, "_read_rates", lambda folder: dict(reads))
+        monkeypatch.setattr(pass_rates, "_disk_rates", lambda folder: (dict(reads), {16 << 20: 8e8}))
         monkeypatch.setattr(pass_rates, "seconds_per_value", lambda *arguments: dict(products))
         return reads, products
 
     def test_the_smallest_reads_that_are_nearly_the_fastest(self, way, measured, tmp_path):
         rates = pass_rates.pass_rates(way[0], 64, way[1], tmp_path, None)
-        assert (rates.disk, rates.read_bytes) == (2.05e9, 4 << 20)
+        assert (rates.disk, rates.read_bytes, rates.write) == (2.05e9, 4 << 20, 8e8)
         assert rates.memory == pytest.approx(2 / 1e-10)
-        assert pass_rates.pass_rates(way[0], 64, way[1], tmp_path, 3e8).disk == 3e8
+        limited = pass_rates.pass_rates(way[0], 64, way[1], tmp_path, 3e8)
+        assert limited.disk == limited.write == 3e8
 
     def test_seconds_between_and_beyond_the_rows_that_were_measured(self, way, measured, tmp_path):
         at = pass_rates.pass_rates(way[0], 64, way[1], tmp_path, None).value_s
@@ -173,8 +175,8 @@ class TestRates:
         first = pass_rates.pass_rates(way[0], 64, way[1], tmp_path, None)
         path = way[1].cache / "gemm_choices.json"
         choices = json.loads(path.read_text())
-        damaged = {key: kept for key in choices if key.startswith(("read rates", "seconds a value"))}
-        assert len(damaged) == 2
+        damaged = {key: kept for key in choices if key.startswith(("read rates", "write rates", "seconds a value"))}
+        assert len(damaged) == 3
         path.write_text(json.dumps(choices | damaged))
         assert pass_rates.pass_rates(way[0], 64, way[1], tmp_path, None).disk == first.disk
         assert json.loads(path.read_text()) == choices
@@ -183,7 +185,7 @@ class TestRates:
         monkeypatch.setattr(gemm, "_seconds_per_flop", TIMED)
         monkeypatch.setattr(pass_rates, "_FILE", 16 << 20)
         rates = pass_rates.pass_rates(way[0], 64, way[1], tmp_path, None)
-        assert rates.disk > 0 and rates.read_bytes in pass_rates._READ_BYTES
+        assert rates.disk > 0 and rates.read_bytes in pass_rates._READ_BYTES and 0 < rates.write < math.inf
         assert 0 < rates.value_s(1) < rates.value_s(1024)
         assert not list(tmp_path.glob("*.bin")), "no file is left"
 

@@ -34,7 +34,7 @@ from engines.offload.model.kept_activations import LowerActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.pass_rates import read_rate
+from engines.offload.weights.pass_rates import disk_rates
 from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import UnsupportedError
@@ -110,11 +110,10 @@ class CudaBackend(Backend):
 
     def _rates(self, way: gemm.GemmBackend) -> PassRates | None:
         """What placement counts on: the disk and products as measured, the rest as assumed; None without the disk."""
-        found = read_rate(self._host_kernels, self._load.job.scratch, self._load.limits.disk_bandwidth)
-        if found is None:
+        disk = disk_rates(self._host_kernels, self._load.job.scratch, self._load.limits.disk_bandwidth)
+        if disk is None:
             return None
-        rate, size = found
-        return PassRates(rate, size, lambda rows: 2 * rows / way.flops, _MEMORY, link=_LINK)
+        return PassRates(disk.read, disk.read_bytes, lambda rows: 2 * rows / way.flops, _MEMORY, disk.write, _LINK)
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         plan, tiles = self._plan, self._request.tiles

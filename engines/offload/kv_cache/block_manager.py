@@ -109,6 +109,10 @@ class BlockManager:
         """Newly allocated blocks with stored content, of the first of these block hashes; without a store none."""
         return []
 
+    def may_restore(self, hashes: Sequence[bytes]) -> bool:
+        """Whether `restore` may have to read a store."""
+        return False
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content."""
         self._hash_of.clear()

@@ -95,6 +95,9 @@ class PagedCache(BlockManager):
             self.store.touch(block_hash)
         return blocks
 
+    def may_restore(self, hashes: Sequence[bytes]) -> bool:
+        return self.store is not None and bool(hashes) and hashes[0] in self.store
+
     def _fill(self, block: int, content: bytearray) -> None:
         rows = self._rows[:, block]
         rows.copy_(torch.frombuffer(content, dtype=torch.uint8).view(rows.dtype).view(rows.shape))

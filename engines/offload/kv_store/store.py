@@ -40,6 +40,9 @@ class KVStore:
         self._evicted = 0  # from memory to nowhere
         self._recomputed = 0
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        return self._tier_of(block_hash) is not None
+
     def touch(self, block_hash: bytes) -> bool:
         """Whether a block is stored; it becomes the most recently used."""
         if block_hash in self._host:

@@ -32,7 +32,7 @@ class PassRates:
     disk: bytes/s that arrive, in reads of `read_bytes` bytes; larger reads are hardly faster.
     value_s: seconds that one weight value takes in products of so many rows, unpacking included.
     memory: bytes/s of keys and values that attention reads, where products are computed.
-    write: bytes/s that the disk takes; infinite where that was not measured.
+    write: bytes/s that the disk takes.
     link: with a device behind a link; None without.
     wait_s: seconds that a pass waits for other ranks' links, whatever it does.
     """

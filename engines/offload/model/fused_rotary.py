@@ -16,32 +16,42 @@ _NAME = "apply_rotary_pos_emb"
 _TOKENS, _DIM = 5, 46
 
 
-def fuse_rotary(module: nn.Module, rotary: Rotary, dtype: torch.dtype) -> int:
-    """Replaces the forward methods of attention modules by copies that call `rotary`; returns of how many.
+def fuse_rotary(module: nn.Module, rotary: Rotary, dtype: torch.dtype) -> tuple[int, int]:
+    """Replaces the forward methods of attention modules by copies that call `rotary`; returns of how many, and how many
+    modules go on with a function of their own.
 
     Architectures differ in which columns they rotate with which, and in what they round. So a method is copied if the
     function that it calls gives `rotary`'s values in `dtype` to the last bit; what `rotary` cannot take, such as a part
     of each head's columns, still goes to that function.
     """
     copies: dict[type, FunctionType | None] = {}  # by the modules' type
-    fused = 0
+    fused = left = 0
     for each in module.modules():
         kind = type(each)
+        own = _function_of(kind.forward)
+        if own is None:
+            continue
         if kind not in copies:
-            copies[kind] = _with(rotary, dtype, kind.forward)
+            copies[kind] = _with(rotary, own, kind.forward) if _is_same(rotary, own, dtype) else None
         if (forward := copies[kind]) is not None:
             each.forward = MethodType(forward, each)
             fused += 1
-    return fused
+        else:
+            left += 1
+    return fused, left
 
 
-def _with(rotary: Rotary, dtype: torch.dtype, forward: Callable[..., Any]) -> FunctionType | None:
-    """A method that differs from `forward` in what it rotates by; None where nothing is to be replaced."""
-    own = getattr(forward, "__globals__", {}).get(_NAME)
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names or own is None:
+def _function_of(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What a method rotates by; None where it does not."""
+    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return None
-    if not _is_same(rotary, own, dtype):
-        return None
+    own: Callable[..., Any] | None = forward.__globals__.get(_NAME)
+    return own
+
+
+def _with(rotary: Rotary, own: Callable[..., Any], forward: Callable[..., Any]) -> FunctionType:
+    """A method that differs from `forward` in what it rotates by: `rotary`, and `own` where that cannot."""
+    assert isinstance(forward, FunctionType)
 
     def rotate(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         fits = len(given) == 4 and not named and can_rotate(*given)

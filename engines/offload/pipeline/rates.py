@@ -55,10 +55,12 @@ class MeasuredRates:
     disk: float
     read_bytes: int
     memory: float
+    write: float
 
     @property
     def pass_rates(self) -> PassRates:
-        return PassRates(self.disk, self.read_bytes, partial(seconds_at, dict(self.seconds)), self.memory)
+        value_s = partial(seconds_at, dict(self.seconds))
+        return PassRates(self.disk, self.read_bytes, value_s, self.memory, self.write)
 
 
 def measured(request: LoadRequest, backend: Backend, kernels: HostKernels) -> MeasuredRates | None:
@@ -69,7 +71,7 @@ def measured(request: LoadRequest, backend: Backend, kernels: HostKernels) -> Me
     if rates is None:
         return None
     seconds = tuple((rows, rates.value_s(rows)) for rows in ROWS)
-    return MeasuredRates(seconds, rates.disk, rates.read_bytes, rates.memory)
+    return MeasuredRates(seconds, rates.disk, rates.read_bytes, rates.memory, rates.write)
 
 
 def stage_times(request: LoadRequest, backend: Backend) -> StageTimes:

@@ -1,4 +1,4 @@
-"""Rates of this machine by which plans are compared: products by rows, reads by their size. Measured once, and kept.
+"""Rates of this machine by which plans are compared: products by rows, the disk by sizes. Measured once, and kept.
 
 A plan must not change from one launch to the next because a moment was busy; `harness calibrate` measures again.
 """
@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,9 +29,17 @@ from harness.common.buffers import direct_buffer
 ROWS = (1, 16, 128, 1024)
 #: Bytes of a read that are tried, and of the file.
 _READ_BYTES, _FILE = (1 << 20, 4 << 20, 16 << 20), 64 << 20
-_ROUNDS = 3
+_ROUNDS, _WRITES = 3, 2
 #: Reads of a size are large enough that reach this share of the highest rate.
 _ENOUGH = 0.95
+
+
+class DiskRates(NamedTuple):
+    """Bytes/s that arrive in reads of `read_bytes` bytes, and that are written."""
+
+    read: float
+    read_bytes: int
+    write: float
 
 
 def pass_rates(
@@ -40,23 +49,25 @@ def pass_rates(
 
     The disk is that of `scratch`, at most at `disk_limit` bytes/s; the kept rates are in the cache of `kernels`.
     """
-    kept, reads = KeptChoices(kernels.cache), read_rate(kernels, scratch, disk_limit)
-    if reads is None:
+    kept, disk = KeptChoices(kernels.cache), disk_rates(kernels, scratch, disk_limit)
+    if disk is None:
         return None
     key = ("seconds a value", way.label, hidden, kernels.threads)
     seconds = _numbers(kept, key, partial(seconds_per_value, way, hidden, kernels, ROWS))
     memory = way.stored.matrix_bytes(PANEL, TILE_VALUES) / PANEL / TILE_VALUES / seconds[1]
-    return PassRates(*reads, partial(seconds_at, seconds), memory)
+    return PassRates(disk.read, disk.read_bytes, partial(seconds_at, seconds), memory, disk.write)
 
 
-def read_rate(kernels: HostKernels, scratch: Path, disk_limit: float | None) -> tuple[float, int] | None:
-    """Bytes/s that arrive from disk, and the bytes of a read at which they do, as in `pass_rates`."""
-    reads = _numbers(KeptChoices(kernels.cache), ("read rates",), lambda: _read_rates(scratch))
-    if not reads:
+def disk_rates(kernels: HostKernels, scratch: Path, disk_limit: float | None) -> DiskRates | None:
+    """The disk's rates, as in `pass_rates`."""
+    measured, kept = cache(lambda: _disk_rates(scratch)), KeptChoices(kernels.cache)
+    reads = _numbers(kept, ("read rates",), lambda: measured()[0])
+    writes = _numbers(kept, ("write rates",), lambda: measured()[1])
+    if not reads or not writes:
         return None
-    rate = max(reads.values())
-    size = min(size for size, found in reads.items() if found >= _ENOUGH * rate)
-    return min(rate, disk_limit or rate), size
+    read, write = max(reads.values()), max(writes.values())
+    size = min(size for size, found in reads.items() if found >= _ENOUGH * read)
+    return DiskRates(min(read, disk_limit or read), size, min(write, disk_limit or write))
 
 
 def seconds_at(seconds: Mapping[int, float], rows: float) -> float:
@@ -83,22 +94,31 @@ def _numbers(
     return found
 
 
-def _read_rates(folder: Path) -> dict[int, float]:
-    """Bytes/s by the size of a read, past the page cache as weights are read; empty where no file can be written."""
+def _disk_rates(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Bytes/s by the size of a read, and of a write, past the page cache, as weights are read and KV blocks written;
+    none where no file can be written."""
     try:
         file = DiskFile(folder, _FILE, "a measurement of the disk", Throttle(None))
     except HarnessError:
-        return {}
+        return {}, {}
     try:
-        with direct_buffer(_READ_BYTES[-1]) as buffer:
-            buffer.write(os.urandom(1 << 16) * (_READ_BYTES[-1] >> 16))  # random: a disk may compress
-            for offset in range(0, _FILE, _READ_BYTES[-1]):
-                file.write(memoryview(buffer), offset)
-        return {size: max(_FILE / _seconds_to_read(file, size) for _ in range(_ROUNDS)) for size in _READ_BYTES}
+        write = max(_FILE / _seconds_to_write(file, _READ_BYTES[-1]) for _ in range(_WRITES))
+        reads = {size: max(_FILE / _seconds_to_read(file, size) for _ in range(_ROUNDS)) for size in _READ_BYTES}
+        return reads, {_READ_BYTES[-1]: write}
     except HarnessError:
-        return {}
+        return {}, {}
     finally:
         file.close()
+
+
+def _seconds_to_write(file: DiskFile, size: int) -> float:
+    """Seconds in which one thread writes the file, `size` bytes at a time."""
+    with direct_buffer(size) as buffer:
+        buffer.write(os.urandom(1 << 16) * (size >> 16))  # random: a disk may compress
+        began = time.perf_counter()
+        for offset in range(0, _FILE, size):
+            file.write(memoryview(buffer), offset)
+        return time.perf_counter() - began
 
 
 def _seconds_to_read(file: DiskFile, size: int) -> float:

@@ -6,8 +6,9 @@ leaves a share of the limits free, so it errs on the short side. Where it is sti
 compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
+from engines.offload.memory.attention_scratch import attention_memory
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
-from engines.offload.memory.host import attention_memory, plan_host_memory
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import largest
 from engines.offload.memory.storage import Plain, Storage, storages
@@ -65,13 +66,20 @@ class _Planner:
         first_tier = self._host if self._device is None else self._device
         request = PlannedJob(self._shape, [Lengths(tokens, 0)]).memory_request(
             self._tiles, self._cache, self._dtype, cast_bytes=self._cast_bytes, margin_bytes=margin * (first_tier or 0),
-            attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
+            attention_bytes=self._attention_bytes(tokens) if self._device is None else (0, 0),
         )  # fmt: skip
         if self._device is None:
             plan_host_memory(request, self._policy, self._host)
         else:
             assert self._host is not None
             plan_device_memory(request, self._policy, self._device, int(self._host * (1 - margin)))
+
+    def _attention_bytes(self, tokens: int) -> tuple[int, int]:
+        sparse = self._policy.value_sparsity < 1
+        return max(
+            attention_memory(self._shape, self._cache, tokens, self._threads, in_bfloat16, sparse)
+            for in_bfloat16 in (False, True)
+        )
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens fit."""

@@ -15,6 +15,7 @@ from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage
+from harness.api import Dtype, ModelShape
 
 
 def unmoved(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,13 +131,15 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     rounded are their probabilities, as by FlashAttention, and keys and values of a quantized cache
     (csrc/prompt_attention.h). A cache in float32 or float16 is not.
 
-    Raises NoCompilerError where it cannot be built.
+    Raises NoCompilerError where it cannot be built. The kernel raises MemoryError without its scratch memory, of which
+    `attention_scratch` tells.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, *[number] * 3, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, small, number, small]  # fmt: skip
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
+    kernel.restype = small
     log2_group = _log2(stored.grain)
 
     def attention(
@@ -156,7 +159,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         assert width * blocks.rows.itemsize == stored.row_bytes(dim)
         assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)
-        kernel(
+        no_memory = kernel(
             wide.data_ptr(), wide.stride(0), wide.stride(1), base, table.data_ptr(),
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
@@ -164,9 +167,29 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(),
             query.dtype == torch.bfloat16, threads, width, log2_group,
         )  # fmt: skip
+        if no_memory:
+            raise MemoryError(f"no memory for attention of {tokens} tokens, to up to {table.shape[1] * block} each")
         return out.to(query.dtype)
 
     return attention
+
+
+def attention_scratch(
+    stored: Storage, cache: Path, shape: ModelShape, longest: int, dtype: Dtype, threads: int, sparse: bool
+) -> tuple[int, bool]:
+    """Bytes of scratch memory that a call of the kernel of `compiled_attention` takes at most, for sequences of up to
+    `longest` tokens and queries in `dtype`, and whether it attends to prompts in bfloat16. `sparse`: with value_topk < 1.
+
+    The kernel takes more for each segment and head of a call, 40 bytes at most. Raises NoCompilerError.
+    """
+    number, small = ctypes.c_int64, ctypes.c_int
+    arguments = [*[number] * 3, small, number, *[small] * 3, number, small, ctypes.POINTER(number)]
+    source, name = CSRC / "attention.cpp", f"attention_scratch_{stored.name}"
+    count = function(source, name, arguments, cache, f"STORED_{stored.name}")
+    found, dim = (number * 2)(), shape.head_dim
+    count(shape.num_heads, shape.num_kv_heads, dim, _log2(BLOCK_SIZE), longest, sparse, dtype == "bfloat16", threads,
+          stored.row_bytes(dim), _log2(stored.grain), found)  # fmt: skip
+    return found[0], bool(found[1])
 
 
 def _log2(number: int) -> int:

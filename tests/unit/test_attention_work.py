@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engines.models import shapes
 from engines.offload.kernels import AttentionMetadata, AttentionSpec
-from engines.offload.kernels.attention import attention_scratch, compiled_attention
+from engines.offload.kernels.attention import compiled_attention
+from engines.offload.kernels.attention_scratch import attention_scratch
 from engines.offload.kernels.build import CSRC, load
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.memory.attention_scratch import attention_memory, may_be_in_bfloat16

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
+from engines.offload.kernels.attention_scratch import log2
 from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage
-from harness.api import Dtype, ModelShape
 
 
 def unmoved(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,8 +131,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     rounded are their probabilities, as by FlashAttention, and keys and values of a quantized cache
     (csrc/prompt_attention.h). A cache in float32 or float16 is not.
 
-    Raises NoCompilerError where it cannot be built. The kernel raises MemoryError without its scratch memory, of which
-    `attention_scratch` tells.
+    Raises NoCompilerError where it cannot be built; the kernel raises MemoryError.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, *[number] * 3, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
@@ -140,7 +139,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
     kernel.restype = small
-    log2_group = _log2(stored.grain)
+    log2_group = log2(stored.grain)
 
     def attention(
         query: torch.Tensor,
@@ -163,7 +162,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             wide.data_ptr(), wide.stride(0), wide.stride(1), base, table.data_ptr(),
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
-            len(metadata.counts), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
+            len(metadata.counts), heads, kv_heads, dim, log2(block), table.shape[1], spec.window or 0, spec.scale,
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(),
             query.dtype == torch.bfloat16, threads, width, log2_group,
         )  # fmt: skip
@@ -172,25 +171,3 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         return out.to(query.dtype)
 
     return attention
-
-
-def attention_scratch(
-    stored: Storage, cache: Path, shape: ModelShape, longest: int, dtype: Dtype, threads: int, sparse: bool
-) -> tuple[int, bool]:
-    """Bytes of scratch memory that a call of the kernel of `compiled_attention` takes at most, for sequences of up to
-    `longest` tokens and queries in `dtype`, and whether it attends to prompts in bfloat16. `sparse`: with value_topk < 1.
-
-    The kernel takes more for each segment and head of a call, 40 bytes at most. Raises NoCompilerError.
-    """
-    number, small = ctypes.c_int64, ctypes.c_int
-    arguments = [*[number] * 3, small, number, *[small] * 3, number, small, ctypes.POINTER(number)]
-    source, name = CSRC / "attention.cpp", f"attention_scratch_{stored.name}"
-    count = function(source, name, arguments, cache, f"STORED_{stored.name}")
-    found, dim = (number * 2)(), shape.head_dim
-    count(shape.num_heads, shape.num_kv_heads, dim, _log2(BLOCK_SIZE), longest, sparse, dtype == "bfloat16", threads,
-          stored.row_bytes(dim), _log2(stored.grain), found)  # fmt: skip
-    return found[0], bool(found[1])
-
-
-def _log2(number: int) -> int:
-    return number.bit_length() - 1

@@ -136,8 +136,8 @@ def convert(
 
 
 def unwritten_bytes(model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, cache: Path) -> int:
-    """Bytes that `convert` will write to disk: 0 where its folder is there. Small tensors are taken to be float32, which
-    is a little too much for those that are not."""
+    """Bytes that `convert` will write to disk: 0 where its folder is there. Small tensors are taken to be float32, a
+    little too much for those that are not."""
     if _folders(model, source, layout, cache)(_QUANTIZER).is_dir():
         return 0
     small = sum(math.prod(shape) for shape in layout.small.values())

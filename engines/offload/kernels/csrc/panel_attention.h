@@ -39,14 +39,14 @@ class PanelAttention {
   // position t. A panel begins at a multiple of kWidth: what it has before `from`, which no row sees, is not read.
   template <typename Key, typename Value>
   void fill(int64_t from, int64_t to, Key key, Value value) {
-    low_ = from / kWidth * kWidth, high_ = to;
-    const int64_t count = high_ - low_;
+    const int64_t low = from / kWidth * kWidth, count = to - low;
+    low_ = low, high_ = to;
     for (int64_t t = 0; t < count; t += kWidth)  // keys in panels of kWidth positions by dim
       unpack_any(std::min(kWidth, count - t), dim_, keys_ + t * dim_,
-                 [&](int64_t i) { return key(std::max(from, low_ + t + i)); });
+                 [=](int64_t i) { return key(std::max(from, low + t + i)); });
     for (int64_t j = 0; j < whole_panels(dim_); j += kLanes)  // values in panels of kWidth columns by positions
       for (int64_t t = 0; t < count; ++t) {
-        const auto from_row = value(std::max(from, low_ + t)) + j;
+        const auto from_row = value(std::max(from, low + t)) + j;
         float* to_row = values_ + (j / kWidth * count + t) * kWidth + j % kWidth;
         store(to_row, j + kLanes <= dim_ ? widen(from_row) : widen(from_row, std::max<int64_t>(0, dim_ - j)));
       }

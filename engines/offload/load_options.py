@@ -13,6 +13,8 @@ from engines.offload.memory.layout import WeightTile, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Panels, WeightStorage, storages
 from engines.offload.model.meta_model import MetaModel
+from engines.offload.weights import convert
+from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.gemm import GemmBackend, with_plain_panels
 from engines.offload.weights.kept_choices import KeptChoices
 from engines.offload.weights.kept_usage import KeptUsage
@@ -53,7 +55,7 @@ def options(request: LoadRequest, backend: Backend) -> list[Option]:
         tiles = model_tiles(meta_model.matrices, gemm.stored, gemms[outside].stored, backend.tile_values)
         compute_bytes, policy, job, shape = DTYPE_BYTES[gemm.dtype], request.policy, request.job, request.shape
         attention_bytes = backend.kernels.attention_memory(
-            cached, shape, job.max_sequence, compute_bytes, policy.value_sparsity < 1
+            cached, shape, job.max_sequence, gemm.dtype, policy.value_sparsity < 1
         )
         kept_usage = KeptUsage(job.cache, request.model, meta_model.experts)
         needs = MemoryRequest(
@@ -71,7 +73,8 @@ def options(request: LoadRequest, backend: Backend) -> list[Option]:
         )
         needs = with_tiles(needs, tiles, with_plain_panels(gemms.values()))
         try:
-            found.append(Option(gemms, gemm, meta_model, kept_usage, needs, backend.plan(needs, gemm)))
+            plan = backend.plan(needs, gemm, partial(unwritten_bytes, request, meta_model, tiles))
+            found.append(Option(gemms, gemm, meta_model, kept_usage, needs, plan))
         except InfeasibleError as exc:
             refusal = exc
     if refusal is not None and not found:
@@ -110,6 +113,19 @@ def with_tiles(
         for stored, gemm in gemms.items()
     )
     return replace(needs, tiles=tiles, cast_bytes=cast_bytes)
+
+
+def unwritten_bytes(request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile]) -> int:
+    """Bytes that the conversion of the checkpoint will write to disk."""
+    return convert.unwritten_bytes(request.model, *source_and_layout(request, meta_model, tiles), request.job.cache)
+
+
+def source_and_layout(
+    request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile]
+) -> tuple[CheckpointReader, convert.CheckpointLayout]:
+    """What is converted, and into what."""
+    source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
+    return source, convert.CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
 
 
 def _meta_model(request: LoadRequest, dtype: Dtype) -> MetaModel:

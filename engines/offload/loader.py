@@ -12,7 +12,7 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels, KernelSet, WeightPack
 from engines.offload.kv_cache.paged_cache import PagedCache
-from engines.offload.load_options import choose_option, options, with_tiles
+from engines.offload.load_options import choose_option, options, source_and_layout, unwritten_bytes, with_tiles
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
@@ -26,8 +26,7 @@ from engines.offload.model.fused_rotary import fuse_rotary
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps, pass_ops, tiles_held
 from engines.offload.prefill_budget import steady_blocks
-from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
+from engines.offload.weights.convert import ConvertedCheckpoint, convert
 from engines.offload.weights.gemm import with_plain_panels
 from engines.offload.weights.kept_choices import KeptChoices
 from engines.offload.weights.kept_usage import KeptUsage
@@ -51,14 +50,14 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     offloaded_layers = meta_model.layers() if backend.moves_activations else ()
     tiles, compute_bytes = needs.tiles, needs.compute_bytes
     kernel = backend.kernels.attention(needs.cache, sparse)
-    plan = backend.plan(needs, gemm)
+    plan = backend.plan(needs, gemm, partial(unwritten_bytes, request, meta_model, tiles))
 
     # weights
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     converted = _converted(request, meta_model, tiles, host_kernels)
     if converted.tiles != tiles:  # some weights were too varied for twelve bits
         tiles = converted.tiles
-        plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
+        plan = backend.plan(with_tiles(needs, tiles, gemms), gemm, lambda: 0)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
     fused = _fuse(meta_model, backend.kernels)
@@ -176,12 +175,11 @@ def _converted(
     request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], kernels: HostKernels
 ) -> ConvertedCheckpoint:
     """The checkpoint, converted on first use."""
-    source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
     packers: dict[WeightStorage, WeightPack] = {}
     for stored in dict.fromkeys(tile.stored for tile in tiles):
         if not isinstance(stored, Plain):
             packers[stored] = kernels.weight_packer(stored)
-    layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
+    source, layout = source_and_layout(request, meta_model, tiles)
     return convert(request.model, source, layout, packers, request.job.cache, request.job.on_progress)
 
 

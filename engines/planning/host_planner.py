@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
-from engines.offload.memory.host import attention_memory, plan_host_memory
+from engines.offload.memory.attention_scratch import attention_memory, may_be_in_bfloat16
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import WeightTile, model_tiles
 from engines.offload.memory.pass_time import PassRates
 from engines.offload.memory.storage import WeightStorage, panels_of, storages, weight_formats
@@ -152,7 +153,10 @@ def _place(
     request = job.memory_request(
         tiles, cache, compute_dtype,
         cast_bytes=0 if fused or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
-        attention_bytes=attention_memory(job.shape, job.max_sequence, threads),
+        attention_bytes=attention_memory(
+            job.shape, cache, job.max_sequence, threads, may_be_in_bfloat16(cache, compute_dtype),
+            policy.value_sparsity < 1,
+        ),
     )  # fmt: skip
     rates = _rates(machine, in_panels[0] or layers, policy)
     weights_on_disk = max(0, request.weight_bytes - (request.weight_bytes if budget is None else budget))

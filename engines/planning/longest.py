@@ -6,8 +6,9 @@ leaves a share of the limits free, so it errs on the short side. Where it is sti
 compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
+from engines.offload.memory.attention_scratch import attention_memory, may_be_in_bfloat16
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
-from engines.offload.memory.host import attention_memory, plan_host_memory
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import largest
 from engines.offload.memory.storage import Plain, Storage, storages
@@ -15,6 +16,7 @@ from engines.offload.memory.tensor_shard import TensorShard, refuse_undivided
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
+from harness.common.host_cpu import cpu_flags
 from harness.common.host_memory import free_memory
 from harness.common.system import usable_cpus
 
@@ -52,6 +54,9 @@ class _Planner:
         auto: list[Dtype] = [model.dtype] if self._device is not None else [model.dtype, "float32"]
         dtypes = auto if policy.compute_dtype in ("auto", "int8") else [policy.float_dtype("offload", model.dtype)]
         self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
+        # with units for bfloat16, `auto` settles on it
+        units = "avx512_bf16" in cpu_flags()
+        self._in_bfloat16 = units and any(may_be_in_bfloat16(self._cache, name) for name in dtypes)
         self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
         if policy.weight_format == "exact12" and self._device is not None:
             self._cast_bytes += 2 * DTYPE_BYTES[model.dtype]  # a tile's values, of those that are plain too
@@ -65,13 +70,17 @@ class _Planner:
         first_tier = self._host if self._device is None else self._device
         request = PlannedJob(self._shape, [Lengths(tokens, 0)]).memory_request(
             self._tiles, self._cache, self._dtype, cast_bytes=self._cast_bytes, margin_bytes=margin * (first_tier or 0),
-            attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
+            attention_bytes=self._attention_bytes(tokens) if self._device is None else (0, 0),
         )  # fmt: skip
         if self._device is None:
             plan_host_memory(request, self._policy, self._host)
         else:
             assert self._host is not None
             plan_device_memory(request, self._policy, self._device, int(self._host * (1 - margin)))
+
+    def _attention_bytes(self, tokens: int) -> tuple[int, int]:
+        sparse = self._policy.value_sparsity < 1
+        return attention_memory(self._shape, self._cache, tokens, self._threads, self._in_bfloat16, sparse)
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens fit."""

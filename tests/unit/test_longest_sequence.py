@@ -9,7 +9,7 @@ from engines.planning.longest import longest_sequence
 from harness import api, registry
 from tests.offload import load, tiny
 
-MIB, CONTEXT = 1 << 20, 1 << 16
+MIB, CONTEXT = 1 << 20, 1 << 18
 BUDGET = 400 * MIB
 WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
         "intermediate_size": 512, "max_position_embeddings": CONTEXT}  # fmt: skip

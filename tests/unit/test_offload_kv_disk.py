@@ -3,17 +3,20 @@
 import itertools
 import os
 import random
+import shutil
 import threading
 import time
 from contextlib import suppress
 
 import pytest
 
+from engines.offload.backend import host
 from engines.offload.disk import direct_file as disk_file
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.record_file import RecordFile
+from engines.offload.memory.pass_time import PassRates
 from engines.offload.timeline import Timeline
 from harness.api import DiskFullError, HarnessError, InfeasibleError
 from tests.offload import answers, requests_of, tiny
@@ -213,3 +216,35 @@ def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, load, m
     monkeypatch.setattr(disk_file.os, "pwritev", fail)
     with pytest.raises(HarnessError, match="cache on disk"):
         list(engine.generate(requests))
+
+
+def test_plans_leave_the_disk_room_for_weights_that_are_still_to_be_converted(tmp_path, load, monkeypatch):
+    """The first load, which converts them, and the second find the same place for the cache, or both none."""
+    model = tiny(tmp_path / "deep", "opt", num_hidden_layers=12)
+    policy = {"schedule": "row", "gpu_batch_size": 64, "weights": (0.0, 0.0, 1.0)}
+    monkeypatch.setattr(host, "pass_rates", lambda *_: PassRates(1e9, 4 << 20, lambda rows: 1e-9 * rows, 1e10))
+    with pytest.raises(InfeasibleError) as refused:
+        load(model, tmp_path / "first", 64 << 20, cache=(0.0, 1.0, 0.0), **policy)
+    budget = (64 << 20) + int(refused.value.lacking["host"]) - (8 << 20)
+    disk = {"bytes": 1 << 40, "cache": tmp_path / "first"}
+
+    def usage(_):
+        written = sum(file.stat().st_size for file in (disk["cache"] / "offload").rglob("*") if file.is_file())
+        return shutil._ntuple_diskusage(disk["bytes"], written, disk["bytes"] - written)
+
+    def blocks_on_disk():
+        try:
+            return load(model, disk["cache"], budget, **policy)[0].loaded.plan.disk_kv_blocks
+        except InfeasibleError:
+            return None
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    needed, written = blocks_on_disk(), usage(None).used
+    assert needed > 0
+    block = 12 * RECORD
+    for spare in (-block // 2, block // 2):
+        disk["bytes"] = written + needed * block + spare
+        disk["cache"] = tmp_path / f"fresh{spare}"
+        first = blocks_on_disk()
+        disk["cache"] = tmp_path / "first"
+        assert first == blocks_on_disk() == (needed if spare > 0 else None)

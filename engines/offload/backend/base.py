@@ -1,6 +1,7 @@
 """What loading a model asks of a backend: arithmetic, kernels, placement, the weight ring, the KV cache."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,6 +25,7 @@ from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.ring import Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import HardwareLimits, Job, LocalModel, ModelShape, OffloadPolicy
+from harness.common.files import nearest_existing
 from harness.common.kept_nano_batches import KeptNanoBatches
 
 #: Ways to multiply by how the policy has weights stored.
@@ -74,6 +76,15 @@ class LoadRequest:
         return max(1, 2 * (job.max_sequence - job.mean_sequence) if job.mean_new is None else job.mean_new)
 
 
+def free_disk(job: Job, unwritten: Callable[[], int]) -> int:
+    """Bytes that are free for the job's scratch files once the weights are converted, which will take `unwritten` bytes
+    more of the disk that the cache is on."""
+    free = shutil.disk_usage(job.scratch).free
+    if nearest_existing(job.cache).stat().st_dev != job.scratch.stat().st_dev:
+        return free
+    return max(0, free - unwritten())
+
+
 @dataclass(frozen=True)
 class Placement:
     """What is really where, on the device, in host memory and on disk: bytes of weights, fractions of the rest."""
@@ -110,9 +121,10 @@ class Backend(Protocol):
     def bound_values(self, model: MetaModel) -> int:
         """How many values of small parameters and tables are kept where the model computes."""
 
-    def plan(self, request: MemoryRequest, way: GemmBackend) -> MemoryPlan:
-        """What goes where if the layers' weights are multiplied in this `way`; the last plan counts. Raises
-        InfeasibleError with the numbers where the limits are too small."""
+    def plan(self, request: MemoryRequest, way: GemmBackend, unwritten: Callable[[], int]) -> MemoryPlan:
+        """What goes where if the layers' weights are multiplied in this `way`; the last plan counts. `unwritten`: bytes
+        that the conversion of the weights will take of the disk. Raises InfeasibleError with the numbers where the
+        limits are too small."""
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the

@@ -1,12 +1,12 @@
 """A CUDA device as the backend: it computes, and takes what it cannot hold from pinned memory and disk."""
 
-import shutil
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement
+from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement, free_disk
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -98,13 +98,13 @@ class CudaBackend(Backend):
         tables = sum(rows * width for name, (rows, width) in model.tables.items() if name != model.token_table)
         return tables + sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest, way: gemm.GemmBackend) -> MemoryPlan:
+    def plan(self, request: MemoryRequest, way: gemm.GemmBackend, unwritten: Callable[[], int]) -> MemoryPlan:
         limits = self._load.limits
         assert limits.device_memory is not None
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
         self._request = request
         rates = self._rates(way) if self._load.policy.cache is None else None
-        disk = shutil.disk_usage(self._load.job.scratch).free
+        disk = math.inf if rates is None else free_disk(self._load.job, unwritten)
         self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host, rates, disk)
         return self._plan
 

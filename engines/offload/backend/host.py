@@ -1,13 +1,12 @@
 """The host as the backend: its CPU computes, weights and KV blocks are in RAM and on disk."""
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 
 import torch
 
-from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement
+from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement, free_disk
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -65,7 +64,7 @@ class HostBackend(Backend):
     def bound_values(self, model: MetaModel) -> int:
         return sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest, way: gemm.GemmBackend) -> MemoryPlan:
+    def plan(self, request: MemoryRequest, way: gemm.GemmBackend, unwritten: Callable[[], int]) -> MemoryPlan:
         policy, limits = self._load.policy, self._load.limits
         self._request = request
         refusal = None
@@ -78,7 +77,7 @@ class HostBackend(Backend):
             if rates := pass_rates(way, hidden, self.kernels, scratch, limits.disk_bandwidth):
                 rates = replace(rates, wait_s=self._load.links_wait_s)
                 # a stage's cache stays in memory, as its layers were counted
-                disk = shutil.disk_usage(scratch).free if self._load.stage is None else 0
+                disk = free_disk(self._load.job, unwritten) if self._load.stage is None else 0
                 self._plan = plan_host_memory(request, policy, limits.host_memory, rates, disk)
                 refusal = None
         if refusal is not None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from engines.offload.kernels.attention_scratch import log2
 from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -130,14 +131,15 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     rounded are their probabilities, as by FlashAttention, and keys and values of a quantized cache
     (csrc/prompt_attention.h). A cache in float32 or float16 is not.
 
-    Raises NoCompilerError where it cannot be built.
+    Raises NoCompilerError where it cannot be built; the kernel raises MemoryError.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, *[number] * 3, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, small, number, small]  # fmt: skip
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
-    log2_group = _log2(stored.grain)
+    kernel.restype = small
+    log2_group = log2(stored.grain)
 
     def attention(
         query: torch.Tensor,
@@ -156,18 +158,16 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         assert width * blocks.rows.itemsize == stored.row_bytes(dim)
         assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)
-        kernel(
+        no_memory = kernel(
             wide.data_ptr(), wide.stride(0), wide.stride(1), base, table.data_ptr(),
             blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             None if lse is None else lse.data_ptr(),
-            len(metadata.counts), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
+            len(metadata.counts), heads, kv_heads, dim, log2(block), table.shape[1], spec.window or 0, spec.scale,
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(),
             query.dtype == torch.bfloat16, threads, width, log2_group,
         )  # fmt: skip
+        if no_memory:
+            raise MemoryError(f"no memory for attention of {tokens} tokens, to up to {table.shape[1] * block} each")
         return out.to(query.dtype)
 
     return attention
-
-
-def _log2(number: int) -> int:
-    return number.bit_length() - 1

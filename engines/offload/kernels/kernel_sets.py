@@ -10,6 +10,7 @@ import torch
 
 from engines.offload.kernels import least_squares, panels
 from engines.offload.kernels.attention import AttentionKernel, compiled_attention
+from engines.offload.kernels.attention_scratch import attention_scratch
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, device_hadamard, hadamard
@@ -30,9 +31,8 @@ from engines.offload.kernels.reference_attention import reference_attention, ref
 from engines.offload.kernels.rms_norm import RMSNorm, compiled_rms_norm
 from engines.offload.kernels.rotary import Rotary, compiled_rotary
 from engines.offload.kernels.tile_pool import TilePool
-from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
-from harness.api import ModelShape
+from harness.api import DTYPE_BYTES, Dtype, ModelShape
 
 _Kernel = TypeVar("_Kernel")
 
@@ -49,11 +49,11 @@ class KernelSet(Protocol):
         """Attention over a KV cache that is `stored` so. `sparse`: specs may have value_topk < 1."""
 
     def attention_memory(
-        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+        self, stored: Storage, shape: ModelShape, longest: int, dtype: Dtype, sparse: bool
     ) -> tuple[int, int]:
-        """Working memory of `attention`, which was asked for before: bytes in all, and bytes per prompt row of a pass.
+        """Working memory of `attention`: bytes in all, and bytes per prompt row of a pass.
 
-        For sequences of up to `longest` tokens, queries of `compute_bytes` a value, and `sparse` as given there.
+        For sequences of up to `longest` tokens, queries in `dtype`, and `sparse` as given there.
         """
 
     def hadamard(self) -> Hadamard:
@@ -118,11 +118,14 @@ class HostKernels:
         return compiled or reference_attention(self.quantizer(stored))
 
     def attention_memory(
-        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+        self, stored: Storage, shape: ModelShape, longest: int, dtype: Dtype, sparse: bool
     ) -> tuple[int, int]:
-        if self.note:
-            return reference_memory(shape, longest, stored, compute_bytes, sparse)
-        return attention_memory(shape, longest, self.threads)
+        counted = self._compiled(
+            lambda: attention_scratch(stored, self.cache, shape, longest, dtype, self.threads, sparse)
+        )
+        if counted is None:
+            return reference_memory(shape, longest, stored, DTYPE_BYTES[dtype], sparse)
+        return counted[0], 0
 
     def hadamard(self) -> Hadamard:
         return self._compiled(lambda: compiled_hadamard(self.cache, self.threads)) or hadamard
@@ -190,10 +193,10 @@ class DeviceKernels:
         return triton_attention(stored)
 
     def attention_memory(
-        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+        self, stored: Storage, shape: ModelShape, longest: int, dtype: Dtype, sparse: bool
     ) -> tuple[int, int]:
         if sparse or not self._triton:
-            return reference_memory(shape, longest, stored, compute_bytes, sparse)
+            return reference_memory(shape, longest, stored, DTYPE_BYTES[dtype], sparse)
         return 0, 0
 
     def hadamard(self) -> Hadamard:

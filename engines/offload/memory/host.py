@@ -10,15 +10,13 @@ from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.placement import SharedMemory, Shares, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
-from harness.api import InfeasibleError, ModelShape, OffloadPolicy
+from harness.api import InfeasibleError, OffloadPolicy
 
 #: Share of one batch's activations that the allocator keeps after they are freed: 30 MB of 50 came and went between
 #: runs.
 _KEPT_ACTIVATIONS = 3 / 4
 #: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk.
 _CHUNK = (32, 512)
-#: As in kernels/csrc/attention.cpp: kScoreRows, prompt rows whose scores are held at once, and a panel's kWidth.
-_BLOCK, _WIDTH = 48, 16
 #: All weights in memory.
 _ALL = (0.0, 1.0, 0.0)
 #: A sweep that holds all weights may be slower by this factor than one of more sequences whose weights stream: reads
@@ -132,14 +130,6 @@ def _expected_bytes(request: MemoryRequest, resident: frozenset[int], sequences:
     """Bytes that a pass of a token of each sequence is expected to read of the tiles that are not resident."""
     streamed = [tile for tile in request.tiles if tile.index not in resident]
     return round(request.usage.expected_bytes(streamed, sequences))
-
-
-def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
-    """Scratch bytes of the compiled attention kernel for sequences of `longest` tokens: fixed, and per prompt row.
-
-    As it takes them in float32; prompts in bfloat16 take about 0.2 MB a thread, however long the sequences.
-    """
-    return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
 
 
 class _HostPlanner(MemoryPlanner):

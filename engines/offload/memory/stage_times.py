@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engines.offload.memory.attention_scratch import attention_memory, may_be_in_bfloat16
 from engines.offload.memory.expert_usage import ExpertUsage
-from engines.offload.memory.host import attention_memory, plan_host_memory
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import TILE_VALUES, matrices_of, model_tiles
 from engines.offload.memory.partition import StageSeconds
 from engines.offload.memory.pass_time import JobPasses, PassRates
@@ -85,7 +86,14 @@ class StageTimes:
             compute_bytes=DTYPE_BYTES[self.dtype],
             cast_bytes=0,
             small_bytes=0,
-            attention_bytes=attention_memory(shape, self.max_sequence, rank.threads),
+            attention_bytes=attention_memory(
+                shape,
+                self.cache,
+                self.max_sequence,
+                rank.threads,
+                may_be_in_bfloat16(self.cache, self.dtype),
+                self.policy.value_sparsity < 1,
+            ),
             max_sequence=self.max_sequence,
             mean_sequence=self.mean_sequence,
             usage=ExpertUsage.of(matrices, shape),

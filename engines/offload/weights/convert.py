@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,16 +108,8 @@ def convert(
     `packers` pack tiles that are not plain. Raises HarnessError for a checkpoint that does not fit the model or holds
     NaN, DiskFullError where it cannot be written.
     """
-    dtype, tables = getattr(torch, model.dtype), layout.tables
-    contents = [content.digest(shard, cache) for shard in source.shards]
-
-    def folder_of(quantizer: int) -> Path:
-        key = folder_key(
-            contents, model.dtype, layout.tiles, list(tables), list(layout.small), quantizer, parts_of(layout.matrices)
-        )
-        return cache / "offload" / f"{Path(model.path).name}-{key}"
-
-    needed = sum(tile.span for tile in layout.tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
+    dtype, needed = getattr(torch, model.dtype), _tile_and_table_bytes(model, layout)
+    folder_of = _folders(model, source, layout, cache)
 
     def write(folder: Path) -> None:
         done, plain = 0, list[int]()
@@ -137,9 +130,38 @@ def convert(
     stale = [old for old in map(folder_of, range(1, _QUANTIZER)) if old != folder and old.is_dir()]
     note = f"the weights were quantized again, with a smaller error; nothing reads {stale[0]} any more" if stale else ""
     plain = dict.fromkeys(_plain_tiles(folder), Panels())
-    converted = ConvertedCheckpoint(folder, dtype, stored_as(layout.tiles, plain), tables, note)
+    converted = ConvertedCheckpoint(folder, dtype, stored_as(layout.tiles, plain), layout.tables, note)
     converted.check()
     return converted
+
+
+def unwritten_bytes(model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, cache: Path) -> int:
+    """Bytes that `convert` will write to disk: 0 where its folder is there. Small tensors are taken to be float32, a
+    little too much for those that are not."""
+    if _folders(model, source, layout, cache)(_QUANTIZER).is_dir():
+        return 0
+    small = sum(math.prod(shape) for shape in layout.small.values())
+    return _tile_and_table_bytes(model, layout) + small * torch.float32.itemsize
+
+
+def _tile_and_table_bytes(model: LocalModel, layout: CheckpointLayout) -> int:
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    tables = sum(entries * width for entries, width in layout.tables.values())
+    return sum(tile.span for tile in layout.tiles) + tables * dtype.itemsize
+
+
+def _folders(
+    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, cache: Path
+) -> Callable[[int], Path]:
+    """The folder of the converted checkpoint by the number of its quantizer."""
+    contents = [content.digest(shard, cache) for shard in source.shards]
+    tables, small, parts = list(layout.tables), list(layout.small), parts_of(layout.matrices)
+
+    def folder_of(quantizer: int) -> Path:
+        key = folder_key(contents, model.dtype, layout.tiles, tables, small, quantizer, parts)
+        return cache / "offload" / f"{Path(model.path).name}-{key}"
+
+    return folder_of
 
 
 def folder_key(

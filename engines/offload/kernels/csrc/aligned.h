@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
@@ -33,6 +34,26 @@ class Aligned {
  private:
   void* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Cuts memory into arrays that begin at lines of the caches; without memory (null) it only counts their bytes.
+class Arena {
+ public:
+  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  // Room for `count` values, which are not initialized.
+  template <typename T>
+  T* take(int64_t count) {
+    char* const from = memory_ ? memory_ + bytes_ : nullptr;
+    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(from);
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
 };
 
 }  // namespace

@@ -9,219 +9,77 @@
 // reference_attention.py defines them. lse [tokens, heads], or null, receives log-sum-exps, by which the attention
 // states of two parts of a cache are merged.
 //
-// Decode tokens: decode_attention.h reads the stored rows block by block, many heads at once. Prompt rows: two GEMMs
-// with keys and values as float32 panels, or those of prompt_attention.h. As long as values are finite, a row's result
-// depends, bit for bit, only on its query and what it sees, not on where the prompt was cut; the exception is a cut
-// that leaves one row alone, which the decode path computes. Rows with value_topk < 1 take the decode path one by one;
-// groups of many heads take the prompt path.
+// Decode tokens: decode_token.h reads the stored rows block by block, many heads at once. Prompt rows: the GEMMs of
+// panel_attention.h or prompt_attention.h. As long as values are finite, a row's result depends, bit for bit, only on
+// its query and what it sees, not on where the prompt was cut; the exception is a cut that leaves one row alone, which
+// the decode path computes. Rows with value_topk < 1 take the decode path one by one; groups of many heads take the
+// prompt path.
+//
+// All memory is taken before threads share the work: where it is missing, attend_ returns 1 and has done nothing.
+// attention_scratch_ says how much a call takes at most; engines/offload/memory/attention_scratch.py foresees it.
+
+#include <omp.h>
 
 #include <algorithm>
-#include <numeric>
+#include <new>
 #include <vector>
 
-#include "decode_attention.h"
+#include "aligned.h"
+#include "attention_items.h"
+#include "decode_token.h"
+#include "panel_attention.h"
 #include "prompt_attention.h"
 #include "softmax.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kScoreRows = 48;         // prompt rows whose scores are held at once: a multiple of kRows
-constexpr int64_t kManyHeads = 16;         // from so many heads in a group, panels beat the decode path
-constexpr int64_t kScores = 1 << 17;       // scores of the rows of one work item: half of an L2 cache
-constexpr int64_t kItems = 4;              // work items per thread to aim for
+constexpr int64_t kManyHeads = 16;               // from so many heads in a group, panels beat the decode path
+constexpr int64_t kItems = 4;                    // work items per thread to aim for
 constexpr int64_t kShared = 16 * kSharedValues;  // multiply-adds from which several threads attend
 
-// Query rows: row i is at `query + i * apart`, at position `first + i * step`, of head `head + i * (1 - step)`. So they
-// are the tokens of one head (step = 1) or the heads of one token (step = 0).
-struct QueryRows {
-  const float* query;
-  int64_t apart, count, first, step, head;
-  float* out;
-  int64_t out_apart;
-  float* lse;
-  int64_t lse_apart;
-};
-
-// Makes room for `count` floats; drops the old contents first, so that old and new are never held together.
-float* room(std::vector<float>& held, int64_t count) {
-  if (held.capacity() < static_cast<size_t>(count)) std::vector<float>().swap(held);
-  held.resize(count);
-  return held.data();
-}
-
-// A thread's buffers.
-struct Scratch {
-  std::vector<float> scores, sorted, probabilities;
-  std::vector<int32_t> kept;
-};
-
-// A segment's blocks. The rows of consecutive heads are `head_bytes` apart.
-struct BlockTable {
-  const int64_t* table;
-  int64_t keys, values, head_bytes;  // keys, values: what is added to a block's place for the first head's rows
-  int block;                         // log2 of the tokens in a block
-
-  const uint8_t* operator()(int64_t t, int64_t offset) const {
-    return reinterpret_cast<const uint8_t*>(table[t >> block] + offset);
-  }
-  int64_t rest(int64_t t) const { return (int64_t{1} << block) - in_block(t); }  // rows in the block from t on
-  int64_t in_block(int64_t t) const { return t & ((int64_t{1} << block) - 1); }
-};
-
-// The query rows of one token and some consecutive key/value heads, whose keys (and values) are adjacent in a block.
+// Whether prompts of queries in bfloat16 attend by the CPU's units for it.
+#ifdef HAS_PROMPT_ATTENTION
 template <typename Stored>
-class DecodeToken {
- public:
-  // For up to `kv_heads` heads with `group` query rows each. `alone`: each row reads its values by itself.
-  DecodeToken(const Stored& stored, int block, int64_t kv_heads, int64_t group, bool alone)
-      : bytes_(stored.row_bytes), group_(group), fours_(alone ? 0 : group / 4), twos_(alone ? 0 : group % 4 / 2),
-        four_(kv_heads * fours_, {stored, int64_t{1} << block}), two_(kv_heads * twos_, {stored, int64_t{1} << block}),
-        one_(kv_heads * (group - 4 * fours_ - 2 * twos_), {stored, int64_t{1} << block}) {}
+constexpr bool kHasUnits = Stored::fits_bfloat16;
+#else
+template <typename Stored>
+constexpr bool kHasUnits = false;
+#endif
 
-  // Row r is at `query + r * apart` and of head `head` + r; its output goes to `out + r * out_apart` and `lse + r`.
-  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, float* lse, int64_t position,
-              int64_t kv_heads, int64_t head, const BlockTable& blocks, const AttentionSpec& spec, Scratch& scratch) {
-    const int64_t low = first_seen(spec, position), base = low / kLanes * kLanes, rows = kv_heads * group_;
-    const int64_t count = (position + kLanes) / kLanes * kLanes - base;
-    float* scores = room(scratch.scores, rows * count);
-    each(0, kv_heads, [&](auto& work, int64_t row) { work.begin(query + row * apart, apart); });
-    each_block(blocks, blocks.keys, low, position, kv_heads, [&](int64_t h, int64_t t, auto from, int64_t size) {
-      each(h, h + 1, [&](auto& work, int64_t row) { work.score(from, size, scores + row * count + t - base, count); });
-    });
-    for (int64_t row = 0; row < rows; ++row) {
-      const float row_lse = softmax(scores + row * count, low - base, position + 1 - base, count, spec, head + row);
-      if (lse) lse[row] = row_lse;
-    }
-    if (spec.value_topk < 1)
-      for (int64_t row = 0; row < rows; ++row)
-        accumulate_top(one_[row], blocks, row / group_, scores + row * count + low - base, low, position,
-                       spec.value_topk, scratch);
-    else
-      each_block(blocks, blocks.values, low, position, kv_heads, [&](int64_t h, int64_t t, auto from, int64_t size) {
-        const auto at = [=](int64_t k) { return from + k * bytes_; };
-        each(h, h + 1, [&](auto& work, int64_t row) {
-          work.accumulate(at, size, scores + row * count + t - base, count);
-        });
-      });
-    each(0, kv_heads, [&](auto& work, int64_t row) { work.end(out + row * out_apart, out_apart); });
-  }
-
- private:
-  // visit(decode rows, index of the first) for the heads from `first` up to `last`.
-  template <typename Visit>
-  void each(int64_t first, int64_t last, Visit visit) {
-    const int64_t ones = group_ - 4 * fours_ - 2 * twos_;
-    for (int64_t h = first; h < last; ++h) {
-      int64_t row = h * group_;
-      for (int64_t i = 0; i < fours_; ++i, row += 4) visit(four_[h * fours_ + i], row);
-      for (int64_t i = 0; i < twos_; ++i, row += 2) visit(two_[h * twos_ + i], row);
-      for (int64_t i = 0; i < ones; ++i, ++row) visit(one_[h * ones + i], row);
-    }
-  }
-
-  // visit(head, position, its stored row, number of rows) block by block, in a block head by head, with prefetching.
-  template <typename Visit>
-  void each_block(const BlockTable& blocks, int64_t offset, int64_t low, int64_t position, int64_t kv_heads,
-                  Visit visit) const {
-    const int64_t last = position >> blocks.block;
-    int64_t block = low >> blocks.block, head = 0;  // the next to prefetch
-    const auto fetch_next = [&] {
-      if (block > last) return;
-      fetch(blocks(block << blocks.block, offset + head * blocks.head_bytes), blocks.head_bytes);
-      if (++head == kv_heads) head = 0, ++block;
-    };
-    for (int64_t i = 0; i < kFetch; ++i) fetch_next();
-    for (int64_t t = low; t <= position;) {
-      const int64_t size = std::min(blocks.rest(t), position + 1 - t);
-      const uint8_t* from = blocks(t, offset) + blocks.in_block(t) * bytes_;
-      for (int64_t h = 0; h < kv_heads; ++h, from += blocks.head_bytes) {
-        fetch_next();
-        visit(h, t, from, size);
-      }
-      t += size;
-    }
-  }
-
-  // Accumulates only the values with the largest `probabilities`, which start at position `low`, scaled up so that they
-  // sum to what all did.
-  void accumulate_top(DecodeRows<1, Stored>& work, const BlockTable& blocks, int64_t kv_head,
-                      const float* probabilities, int64_t low, int64_t position, double value_topk,
-                      Scratch& scratch) const {
-    const int64_t seen = position + 1 - low, offset = blocks.values + kv_head * blocks.head_bytes;
-    const auto at = [&](int64_t t) { return blocks(t, offset) + blocks.in_block(t) * bytes_; };
-    std::vector<int32_t>& kept = scratch.kept;
-    if (std::isnan(probabilities[0])) kept.resize(seen), std::iota(kept.begin(), kept.end(), 0);
-    else top_values(probabilities, seen, value_topk, scratch.sorted, kept);
-    scratch.probabilities.clear();
-    for (const int32_t t : kept) scratch.probabilities.push_back(probabilities[t]);
-    const float all = std::accumulate(probabilities, probabilities + seen, 0.0f);
-    const float growth = all / std::accumulate(scratch.probabilities.begin(), scratch.probabilities.end(), 0.0f);
-    for (float& probability : scratch.probabilities) probability *= growth;
-    for (size_t k = 0, end = 0; k < kept.size(); k = end) {  // block by block
-      const int64_t t = low + kept[k];
-      while (end < kept.size() && low + kept[end] < t + blocks.rest(t)) ++end;
-      const auto row = [&, k](int64_t n) { return at(low + kept[k + n]); };
-      work.accumulate(row, end - k, scratch.probabilities.data() + k, 0);
-    }
-  }
-
-  int64_t bytes_, group_, fours_, twos_;
-  std::vector<DecodeRows<4, Stored>> four_;
-  std::vector<DecodeRows<2, Stored>> two_;
-  std::vector<DecodeRows<1, Stored>> one_;
+// What a call's scratch memory depends on. `alone`: each row reads its values by itself. `decoded`, `prompted`:
+// positions from the first that a segment sees, rounded down to a panel, to its last, at most: of a segment whose
+// tokens decode, and of a prompt; 0 where there is none.
+struct Shape {
+  int64_t heads, group, dim;
+  bool alone, in_bfloat16;
+  int64_t decoded, prompted;
 };
 
-// Keys and values of the positions from `low`, a multiple of kWidth, up to `high` as float32 panels: keys in panels of
-// kWidth positions by dim, values in panels of kWidth columns by positions.
-struct Panels {
-  int64_t low, high, dim;
-  std::vector<float> keys, values;
+// What a thread needs to attend. It attends in one way at a time, so all take the same memory.
+template <typename Stored>
+struct Worker {
+  DecodeToken<Stored> token;
+  PanelAttention panels;
+#ifdef HAS_PROMPT_ATTENTION
+  PromptAttention prompt;
+#endif
+  int64_t bytes;  // of that memory: whole pages
 
-  template <typename Key, typename Value>
-  void fill(int64_t from, int64_t to, int64_t width, Key key, Value value) {
-    low = from / kWidth * kWidth, high = to, dim = width;
-    const int64_t count = high - low, wide = (count + kWidth - 1) / kWidth * kWidth;
-    const int64_t columns = (dim + kWidth - 1) / kWidth * kWidth;
-    room(keys, wide * dim);
-    room(values, count * columns);
-    for (int64_t t = 0; t < count; t += kWidth)
-      unpack_any(std::min(kWidth, count - t), dim, keys.data() + t * dim, [&](int64_t i) { return key(low + t + i); });
-    for (int64_t j = 0; j < columns; j += kLanes)
-      for (int64_t t = 0; t < count; ++t) {
-        const auto from_row = value(low + t) + j;
-        float* to_row = values.data() + (j / kWidth * count + t) * kWidth + j % kWidth;
-        store(to_row, j + kLanes <= dim ? widen(from_row) : widen(from_row, std::max<int64_t>(0, dim - j)));
-      }
+  Worker(const DecodeLayout<Stored>& layout, const Shape& shape, void* memory)
+      : token(layout, shape.heads, shape.group, shape.alone) {
+    Arena decoding(memory), prompts(memory);
+    if (shape.decoded) token.take(decoding, whole_panels(shape.decoded));
+    if (shape.prompted && !shape.in_bfloat16) panels.take(prompts, whole_panels(shape.prompted), shape.dim);
+#ifdef HAS_PROMPT_ATTENTION
+    if (shape.prompted && shape.in_bfloat16) prompt.take(prompts, shape.dim, shape.group);
+#endif
+    bytes = (std::max(decoding.bytes(), prompts.bytes()) + 4095) / 4096 * 4096;
   }
 };
 
-// Attention of several rows of one key/value head to its panels.
-void attend_rows(const QueryRows& rows, const Panels& panels, const AttentionSpec& spec, Scratch& scratch) {
-  const int64_t dim = panels.dim, count = panels.high - panels.low;
-  for (int64_t from = 0; from < rows.count; from += kScoreRows) {
-    const int64_t size = std::min(kScoreRows, rows.count - from), earliest = rows.first + from * rows.step;
-    const int64_t low = first_seen(spec, earliest) / kWidth * kWidth, high = earliest + (size - 1) * rows.step + 1;
-    const int64_t wide = (high - low + kWidth - 1) / kWidth * kWidth;
-    float* scores = room(scratch.scores, kScoreRows * wide);
-    for (int64_t t = 0; t < wide; t += kWidth)
-      for (int64_t i = 0; i < size; i += kRows)
-        last_tile<kRows>(std::min(kRows, size - i), rows.query + (from + i) * rows.apart, rows.apart,
-                         panels.keys.data() + (low - panels.low + t) * dim, dim, nullptr, 0, scores + i * wide + t,
-                         wide, kWidth);
-    for (int64_t i = 0; i < size; ++i) {
-      const int64_t position = earliest + i * rows.step;
-      const float lse = softmax(scores + i * wide, first_seen(spec, position) - low, position + 1 - low, wide, spec,
-                                rows.head + (from + i) * (1 - rows.step));
-      if (rows.lse) rows.lse[(from + i) * rows.lse_apart] = lse;
-    }
-    for (int64_t j = 0; j < dim; j += kWidth)
-      for (int64_t i = 0; i < size; i += kRows)
-        last_tile<kRows>(std::min(kRows, size - i), scores + i * wide, wide,
-                         panels.values.data() + (j / kWidth * count + low - panels.low) * kWidth, high - low, nullptr,
-                         0, rows.out + (from + i) * rows.out_apart + j, rows.out_apart, std::min(kWidth, dim - j));
-  }
-}
+// Whether a segment of `count` tokens attends token by token.
+bool decodes(int64_t count, int64_t group, bool sparse) { return sparse || (count == 1 && group < kManyHeads); }
 
 template <typename Stored>
 void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, int64_t base, const int64_t* table,
@@ -229,42 +87,49 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
             int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t max_blocks,
             const AttentionSpec& spec, bool half, int threads) {
   const int64_t group = heads / kv_heads;
-  const bool sparse = spec.value_topk < 1, wide = group >= kManyHeads && !sparse;
-  // key/value heads [first, last) of a segment
-  struct Item {
-    int64_t segment, first, last;
-  };
-  std::vector<Item> items;
-  int64_t work = 0;
-  // a decode item takes several heads, whose rows are adjacent in memory
-  const int64_t longest = max_blocks << block, rows = std::min(kScoreRows, kScores / longest);
-  const int64_t several = std::max<int64_t>(1, std::min(rows / group, segments * kv_heads / (kItems * threads)));
-  for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts come last in a batch and take longest
-    const int64_t size = wide || starts[segment + 1] - starts[segment] > 1 ? 1 : several;
-    for (int64_t h = 0; h < kv_heads; h += size) items.push_back({segment, h, std::min(kv_heads, h + size)});
-    const int64_t count = starts[segment + 1] - starts[segment];
-    work += 2 * count * (cached[segment] + count) * heads * dim;
+  const bool sparse = spec.value_topk < 1;
+  Shape shape{heads, group, dim, sparse, half && kHasUnits<Stored>, 0, 0};
+  int64_t work = 0, seen = 0;
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment], end = first + count;
+    int64_t& longest = decodes(count, group, sparse) ? shape.decoded : shape.prompted;
+    longest = std::max({longest, int64_t{1}, end - first_seen(spec, first) / kWidth * kWidth});
+    work += 2 * count * end * heads * dim;
+    seen += positions_seen(spec, first, count) * kv_heads;
   }
-#pragma omp parallel num_threads(threads) if (work >= kShared)
+  const int used = work >= kShared ? threads : 1;
+  // a decode item takes several heads, whose rows are adjacent in memory; a prompt is cut where heads are too few
+  const int64_t together = DecodeToken<Stored>::heads_together(heads, group, max_blocks << block);
+  const int64_t several = std::max<int64_t>(1, std::min(together, segments * kv_heads / (kItems * threads)));
+  const int64_t share = (seen + used - 1) / used;
+  std::vector<Item> items;
+  for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts come last in a batch and take longest
+    const int64_t count = starts[segment + 1] - starts[segment];
+    const int64_t size = count == 1 && decodes(count, group, sparse) ? several : 1;
+    each_piece(spec, cached[segment], count, group, share, [&](int64_t row, int64_t end) {
+      for (int64_t h = 0; h < kv_heads; h += size)
+        items.push_back({segment, h, std::min(kv_heads, h + size), row, end});
+    });
+  }
+  const DecodeLayout<Stored> layout(stored, int64_t{1} << block);
+  const int64_t of_thread = Worker<Stored>(layout, shape, nullptr).bytes;
+  Aligned scratch;
+  char* const memory = static_cast<char*>(scratch.at_least(used * of_thread));
+#pragma omp parallel num_threads(used) if (used > 1)
   {
-    Panels panels;
-#ifdef HAS_PROMPT_ATTENTION
-    PromptAttention prompt;
-#endif
-    Scratch scratch;
-    DecodeToken<Stored> token(stored, block, several, group, sparse);
+    Worker<Stored> worker(layout, shape, memory + omp_get_thread_num() * of_thread);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
-      const auto [segment, kv_head, last] = items[i];
-      const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment], head = kv_head * group;
+      const auto [segment, kv_head, last, row, end] = items[i];
+      const int64_t count = end - row, first = cached[segment] + row, head = kv_head * group;
       const int64_t bytes = stored.row_bytes, head_bytes = bytes << block, first_row = base + kv_head * head_bytes;
       const BlockTable blocks{table + segment * max_blocks, first_row, first_row + values_after, head_bytes, block};
-      const float* query = q + head * q_head + starts[segment] * q_row;
-      float* result = out + (starts[segment] * heads + head) * dim;
-      float* row_lse = lse ? lse + starts[segment] * heads + head : nullptr;
-      if (!wide && (sparse || count == 1)) {
+      const float* query = q + head * q_head + (starts[segment] + row) * q_row;
+      float* result = out + ((starts[segment] + row) * heads + head) * dim;
+      float* row_lse = lse ? lse + (starts[segment] + row) * heads + head : nullptr;
+      if (decodes(starts[segment + 1] - starts[segment], group, sparse)) {
         for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim, row_lse += row_lse ? heads : 0)
-          token.attend(query, q_head, result, dim, row_lse, first + k, last - kv_head, head, blocks, spec, scratch);
+          worker.token.attend(query, q_head, result, dim, row_lse, first + k, last - kv_head, head, blocks, spec);
         continue;
       }
       const auto key = [=](int64_t t) {
@@ -274,36 +139,60 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
         return stored.cursor(blocks(t, blocks.values) + blocks.in_block(t) * bytes);
       };
 #ifdef HAS_PROMPT_ATTENTION
-      if constexpr (Stored::fits_bfloat16)
+      if constexpr (kHasUnits<Stored>)
         if (half) {
-          prompt.attend({query, q_row, q_head, count, group, first, head, result, heads * dim, row_lse, heads}, dim,
-                        key, value, spec);
+          worker.prompt.attend({query, q_row, q_head, count, group, first, head, result, heads * dim, row_lse, heads},
+                               key, value, spec);
           continue;
         }
 #endif
-      panels.fill(first_seen(spec, first), first + count, dim, key, value);
+      PanelAttention& panels = worker.panels;
+      panels.fill(first_seen(spec, first), first + count, key, value);
       if (count == 1)
-        attend_rows({query, q_head, group, first, 0, head, result, dim, row_lse, 1}, panels, spec, scratch);
+        panels.attend({query, q_head, group, first, 0, head, result, dim, row_lse, 1}, spec);
       else
         for (int64_t g = 0; g < group; ++g)  // prompt rows, head by head
-          attend_rows({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim,
-                       row_lse ? row_lse + g : nullptr, heads}, panels, spec, scratch);
+          panels.attend({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim,
+                         row_lse ? row_lse + g : nullptr, heads}, spec);
     }
   }
+}
+
+// Writes to `found` the bytes that no call takes whose sequences have up to `longest` tokens, and whether its prompts
+// attend in bfloat16. Beside them a call takes 40 bytes an item.
+template <typename Stored>
+void scratch(const Stored& stored, int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t longest,
+             bool sparse, bool half, int threads, int64_t* found) {
+  const int64_t group = heads / kv_heads;
+  const bool in_bfloat16 = half && kHasUnits<Stored>;
+  const int64_t decoded = decodes(1, group, sparse) ? longest : 0, prompted = sparse ? 0 : longest;
+  const Shape shape{heads, group, dim, sparse, in_bfloat16, decoded, prompted};
+  const DecodeLayout<Stored> layout(stored, int64_t{1} << block);
+  found[0] = threads * Worker<Stored>(layout, shape, nullptr).bytes, found[1] = in_bfloat16;
 }
 
 }  // namespace
 
 #define ATTEND(name, type, ...)                                                                                       \
-  extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, int64_t base, const int64_t* table,    \
-                                int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
-                                float* lse, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim,           \
-                                int block, int64_t max_blocks, int64_t window, float scale, float softcap,            \
-                                double value_topk, const float* sinks, int half, int threads,                         \
-                                [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {                     \
+  extern "C" int attend_##name(const float* q, int64_t q_head, int64_t q_row, int64_t base, const int64_t* table,     \
+                               int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,        \
+                               float* lse, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int block, \
+                               int64_t max_blocks, int64_t window, float scale, float softcap, double value_topk,     \
+                               const float* sinks, int half, int threads, [[maybe_unused]] int64_t row_bytes,         \
+                               [[maybe_unused]] int group) {                                                          \
     const AttentionSpec spec{window, scale, softcap, value_topk, sinks};                                              \
-    attend(q, q_head, q_row, type{__VA_ARGS__}, base, table, values_after, cached, starts, out, lse, segments, heads, \
-           kv_heads, dim, block, max_blocks, spec, half, threads);                                                    \
+    try {                                                                                                             \
+      attend(q, q_head, q_row, type{__VA_ARGS__}, base, table, values_after, cached, starts, out, lse, segments,      \
+             heads, kv_heads, dim, block, max_blocks, spec, half, threads);                                           \
+      return 0;                                                                                                       \
+    } catch (const std::bad_alloc&) {                                                                                 \
+      return 1;                                                                                                       \
+    }                                                                                                                 \
+  }                                                                                                                   \
+  extern "C" void attention_scratch_##name(int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t longest,  \
+                                           int sparse, int half, int threads, [[maybe_unused]] int64_t row_bytes,     \
+                                           [[maybe_unused]] int group, int64_t* found) {                              \
+    scratch(type{__VA_ARGS__}, heads, kv_heads, dim, block, longest, sparse, half, threads, found);                   \
   }
 
 // One storage a library, chosen at build time: compiling all of them takes a quarter of a minute.

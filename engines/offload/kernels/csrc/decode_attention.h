@@ -84,31 +84,54 @@ inline void fetch(const uint8_t* from, int64_t bytes) {
 // The accumulators of the functions below stay in registers only if each is compiled on its own.
 #define NOT_INLINED __attribute__((noinline))
 
+// Consecutive units of one group: four, or one, or (units = 0) the incomplete last one.
+struct Span {
+  int64_t first, units, group;
+
+  int64_t end() const { return first + std::max<int64_t>(1, units); }
+};
+
+// How queries attend to rows that are `stored` so, `block_rows` of them in a block.
+template <typename Stored>
+struct DecodeLayout {
+  Stored stored;
+  int64_t block_rows, units;
+  std::vector<Span> spans;
+
+  DecodeLayout(const Stored& rows, int64_t of_block)
+      : stored(rows), block_rows(of_block), units((rows.dim + kUnit - 1) / kUnit) {
+    const int64_t whole = stored.dim / kUnit;
+    for (int64_t u = 0; u < units;) {
+      const int64_t left = std::min(whole - u, stored.units_of_group - u % stored.units_of_group);
+      const int64_t size = left >= 4 ? 4 : left > 0 ? 1 : 0;
+      spans.push_back({u, size, u / stored.units_of_group});
+      u += std::max<int64_t>(1, size);
+    }
+  }
+
+  // Floats that a query row needs in memory: the arrays of DecodeRows, each of whole vectors.
+  int64_t floats() const {
+    return 2 * units * kUnit + stored.groups * (kLanes + block_rows) + (units + kLanes - 1) / kLanes * kLanes;
+  }
+};
+
+// R query rows, whose arrays are in `memory`, R * layout.floats() floats from a vector's start.
 template <int R, typename Stored>
 class DecodeRows {
  public:
-  DecodeRows(const Stored& stored, int64_t block_rows)
-      : stored_(stored), block_rows_(block_rows), units_((stored.dim + kUnit - 1) / kUnit),
-        queries_(units_ * R * 2), sums_(units_ * R * 2), weights_(stored.groups * R * block_rows),
-        minimum_sums_(stored.groups * R) {
-    const int64_t whole = stored.dim / kUnit;
-    for (int64_t u = 0; u < units_;) {
-      const int64_t left = std::min(whole - u, stored.units_of_group - u % stored.units_of_group);
-      const int64_t size = left >= 4 ? 4 : left > 0 ? 1 : 0;
-      spans_.push_back({u, size, u / stored.units_of_group});
-      u += std::max<int64_t>(1, size);
-    }
-    query_sums_.resize(spans_.size() * R);
-  }
+  DecodeRows(const DecodeLayout<Stored>& layout, float* memory)
+      : layout_(layout), stored_(layout.stored), queries_(reinterpret_cast<Lanes*>(memory)),
+        sums_(queries_ + layout.units * R * 2), minimum_sums_(sums_ + layout.units * R * 2),
+        weights_(reinterpret_cast<float*>(minimum_sums_ + layout.stored.groups * R)),
+        query_sums_(weights_ + layout.stored.groups * R * layout.block_rows) {}
 
   // Loads R queries [dim], `apart` floats apart, and resets the sums.
-  void begin(const float* query, int64_t apart) {
-    std::fill(sums_.begin(), sums_.end(), Lanes{});
-    std::fill(minimum_sums_.begin(), minimum_sums_.end(), Lanes{});
-    for (size_t s = 0; s < spans_.size(); ++s)
+  void begin(const float* query, int64_t apart) const {
+    std::fill(sums_, minimum_sums_ + stored_.groups * R, Lanes{});
+    for (size_t s = 0; s < layout_.spans.size(); ++s)
       for (int64_t r = 0; r < R; ++r) {
         float sum = 0;
-        for (int64_t u = spans_[s].first; u < spans_[s].end(); ++u)
+        for (int64_t u = layout_.spans[s].first; u < layout_.spans[s].end(); ++u)
           for (int64_t i = 0; i < kUnit; ++i) {
             const int64_t j = u * kUnit + Stored::column(i);
             const float x = j < stored_.dim ? query[r * apart + j] : 0;
@@ -126,8 +149,8 @@ class DecodeRows {
       const auto row = [&](int64_t i) { return rows + i * stored_.row_bytes; };
       Lanes score[R];
       for (int64_t r = 0; r < R; ++r) score[r] = Lanes{};  // an initializer would compile to a slow instruction
-      for (size_t s = 0; s < spans_.size(); ++s) {
-        const Span& span = spans_[s];
+      for (size_t s = 0; s < layout_.spans.size(); ++s) {
+        const Span& span = layout_.spans[s];
         Lanes sums[R][kLanes];
         if (span.units == 4) dot<4>(span.first, rows, size, sums);
         else if (span.units == 1) dot<1>(span.first, rows, size, sums);
@@ -149,7 +172,7 @@ class DecodeRows {
 
   // Adds probabilities[r * apart + i] times value row(i) for `count` rows, at most a block's.
   template <typename Row>
-  void accumulate(Row row, int64_t count, const float* probabilities, int64_t apart) {
+  void accumulate(Row row, int64_t count, const float* probabilities, int64_t apart) const {
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t size = std::min(kLanes, count - i);
       for (int64_t g = 0; g < stored_.groups; ++g) {
@@ -160,11 +183,11 @@ class DecodeRows {
           const float* from = probabilities + r * apart + i;
           const Lanes probability = size == kLanes ? load(from) : widen(from, size);
           minimum_sums_[g * R + r] += probability * minima;
-          store(&weights_[(g * R + r) * block_rows_ + i], probability * scales);
+          store(&weights_[(g * R + r) * layout_.block_rows + i], probability * scales);
         }
       }
     }
-    for (const Span& span : spans_) {
+    for (const Span& span : layout_.spans) {
       if (span.units == 4) add_columns<4>(span, row, count);
       else if (span.units == 1) add_columns<1>(span, row, count);
       else add_columns<0>(span, row, count);
@@ -173,7 +196,7 @@ class DecodeRows {
 
   // Writes the R outputs [dim], `apart` floats apart.
   void end(float* out, int64_t apart) const {
-    for (int64_t u = 0; u < units_; ++u)
+    for (int64_t u = 0; u < layout_.units; ++u)
       for (int64_t r = 0; r < R; ++r) {
         const float minimum = add_up(minimum_sums_[u / stored_.units_of_group * R + r]);
         for (int64_t i = 0; i < kUnit; ++i) {
@@ -186,13 +209,6 @@ class DecodeRows {
   }
 
  private:
-  // Consecutive units of one group: four, or one, or (units = 0) the incomplete last one.
-  struct Span {
-    int64_t first, units, group;
-
-    int64_t end() const { return first + std::max<int64_t>(1, units); }
-  };
-
   template <int U>
   Unit unit(const uint8_t* at, int64_t first, int64_t u) const {
     if constexpr (U == 0) return Stored::last(at, stored_.dim - first * kUnit);
@@ -245,9 +261,9 @@ class DecodeRows {
 
   // Adds the rows, times their weights, to the span's columns: as many units at a time as eight accumulators allow.
   template <int U, typename Row>
-  NOT_INLINED void add_columns(const Span& span, Row row, int64_t count) {
+  NOT_INLINED void add_columns(const Span& span, Row row, int64_t count) const {
     constexpr int64_t kUnits = U == 4 ? 4 / R : 1;
-    const float* weights = &weights_[span.group * R * block_rows_];
+    const float* weights = &weights_[span.group * R * layout_.block_rows];
     for (int64_t first = span.first; first < span.end(); first += kUnits) {
       Lanes* sums = &sums_[first * R * 2];
       Lanes a[kUnits][R], b[kUnits][R];
@@ -263,7 +279,7 @@ class DecodeRows {
           const Unit values = unit<U>(at, first, u);
 #pragma GCC unroll 4
           for (int64_t r = 0; r < R; ++r) {
-            const Lanes weight = spread(weights[r * block_rows_ + i]);
+            const Lanes weight = spread(weights[r * layout_.block_rows + i]);
             a[u][r] += weight * values.a, b[u][r] += weight * values.b;
           }
         }
@@ -276,11 +292,10 @@ class DecodeRows {
     }
   }
 
-  Stored stored_;
-  int64_t block_rows_, units_;
-  std::vector<Span> spans_;
-  std::vector<Lanes> queries_, sums_, minimum_sums_;  // as vectors none crosses a line of the caches
-  std::vector<float> query_sums_, weights_;
+  const DecodeLayout<Stored>& layout_;
+  const Stored& stored_;
+  Lanes *queries_, *sums_, *minimum_sums_;  // as vectors none crosses a line of the caches
+  float *weights_, *query_sums_;
 };
 
 }  // namespace

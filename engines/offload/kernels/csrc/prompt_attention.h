@@ -16,15 +16,15 @@
 #ifdef __AVX512BF16__
 #define HAS_PROMPT_ATTENTION 1
 
-#include <vector>
-
 #include "aligned.h"
+#include "attention_items.h"
 
 namespace {
 
 constexpr int64_t kKeys = 256;    // positions of a block
 constexpr int64_t kQueries = 32;  // rows whose scores with a block are held at once: two tiles of the matrix units
 constexpr int64_t kScoresLd = kKeys + 16;  // of rows of scores: at a power of two they would share sets of the caches
+constexpr int64_t kWholeSteps = 32;        // memory is taken for a multiple of so many columns, whatever kStep is
 #ifdef HAS_AMX
 constexpr int64_t kStep = kTileColumns, kPanels = 2;  // columns of a step, and panels that are multiplied together
 #else
@@ -76,15 +76,29 @@ inline void write_row(BFloat16* to, Packed<kBits> from, int64_t dim) {
 // What a thread needs to attend.
 class PromptAttention {
  public:
-  // key(t), value(t): cursors at the stored rows [dim] of position t.
+  // Takes memory for the rows of an item.
+  void take(Arena& arena, int64_t dim, int64_t group) {
+    dim_ = dim, columns_ = round_up(dim);
+    const int64_t columns = (dim + kWholeSteps - 1) / kWholeSteps * kWholeSteps, rows = std::max(kMostRows, group);
+    keys_ = arena.take<BFloat16>(kKeys * columns);
+    values_ = arena.take<BFloat16>(kKeys * columns);
+    queries_ = arena.take<BFloat16>(kQueries * columns);
+    stored_ = arena.take<BFloat16>(kPanel * columns);
+    scores_ = arena.take<float>(kQueries * kScoresLd);
+    products_ = arena.take<float>(kQueries * columns);
+    maxima_ = arena.take<float>(rows);
+    sums_ = arena.take<float>(rows);
+  }
+
+  // key(t), value(t): cursors at the stored rows [dim] of position t. What no row sees is not read.
   template <typename Key, typename Value>
-  void attend(const PromptRows& rows, int64_t dim, Key key, Value value, const AttentionSpec& spec) {
-    begin(rows, dim, spec);
-    const int64_t end = rows.first + rows.tokens;
-    for (int64_t low = first_seen(spec, rows.first) / kKeys * kKeys; low < end; low += kKeys) {
-      const int64_t count = std::min(kKeys, end - low);
-      pack_keys(count, [&](int64_t i) { return key(low + i); });
-      pack_values(count, [&](int64_t i) { return value(low + i); });
+  void attend(const PromptRows& rows, Key key, Value value, const AttentionSpec& spec) {
+    begin(rows, spec);
+    const int64_t seen = first_seen(spec, rows.first), end = rows.first + rows.tokens;
+    for (int64_t low = seen / kKeys * kKeys; low < end; low += kKeys) {
+      const int64_t from = std::max<int64_t>(0, seen - low), count = std::min(kKeys, end - low);
+      pack_keys(from, count, [&](int64_t i) { return key(low + i); });
+      pack_values(from, count, [&](int64_t i) { return value(low + i); });
       for (int64_t r = 0; r < rows.count(); r += kQueries)
         attend_block(rows, r, std::min(kQueries, rows.count() - r), low, count, spec);
     }
@@ -92,37 +106,24 @@ class PromptAttention {
   }
 
  private:
-  void begin(const PromptRows& rows, int64_t dim, const AttentionSpec& spec) {
-    dim_ = dim, columns_ = round_up(dim);
-    const int64_t count = rows.count(), wide = std::min(kKeys, round_up(rows.first + rows.tokens));
-    values_apart_ = wide * kPanel;
-    keys_ = make_room<BFloat16>(memory_[0], wide * columns_);
-    values_ = make_room<BFloat16>(memory_[1], wide * columns_);
-    queries_ = make_room<BFloat16>(memory_[2], kQueries * columns_);
-    scores_ = make_room<float>(memory_[3], kQueries * kScoresLd);
-    products_ = make_room<float>(memory_[4], kQueries * columns_);
-    stored_ = make_room<BFloat16>(memory_[5], kPanel * columns_);
+  void begin(const PromptRows& rows, const AttentionSpec& spec) {
+    const int64_t count = rows.count();
+    values_apart_ = std::min(kKeys, round_up(rows.first + rows.tokens)) * kPanel;
     std::fill(stored_, stored_ + kPanel * columns_, BFloat16{});  // the columns beyond dim stay zeros
     std::fill(queries_, queries_ + kQueries * columns_, BFloat16{});
-    maxima_.resize(count), sums_.resize(count);
     for (int64_t r = 0; r < count; ++r) {
-      std::fill(rows.out_of(r, dim), rows.out_of(r, dim) + dim, 0.0f);
+      std::fill(rows.out_of(r, dim_), rows.out_of(r, dim_) + dim_, 0.0f);
       maxima_[r] = spec.sinks ? kLog2e * spec.sinks[rows.head + r % rows.group] : -INFINITY;
       sums_[r] = spec.sinks ? 1 : 0;
     }
   }
 
-  template <typename T>
-  static T* make_room(Aligned& memory, int64_t count) {
-    return static_cast<T*>(memory.at_least(count * sizeof(T)));
-  }
-
-  // Panels of kPanel positions, of each pair of columns the two values of every position.
+  // Rows [from, count) of a block in panels of kPanel positions, of each pair of columns the two values of every one.
   template <typename Row>
-  void pack_keys(int64_t count, Row row) {
-    for (int64_t t = 0; t < round_up(count); t += kPanel) {
+  void pack_keys(int64_t from, int64_t count, Row row) {
+    for (int64_t t = round_down(from); t < round_up(count); t += kPanel) {
       BFloat16* panel = keys_ + t * columns_;
-      for (int64_t i = 0; i < kPanel; ++i) stage(i, t + i, count, row);
+      for (int64_t i = 0; i < kPanel; ++i) stage(i, t + i, from, count, row);
       for (int64_t i = 0; i < kPanel; i += kLanes)
         for (int64_t j = 0; j < columns_; j += 2 * kLanes) {  // a lane is a pair
           Lanes pairs[kLanes];
@@ -134,11 +135,11 @@ class PromptAttention {
     }
   }
 
-  // Panels of kPanel columns, of each pair of positions the two values of every column.
+  // The same in panels of kPanel columns, of each pair of positions the two values of every column.
   template <typename Row>
-  void pack_values(int64_t count, Row row) {
-    for (int64_t t = 0; t < round_up(count); t += 2) {
-      for (int64_t i = 0; i < 2; ++i) stage(i, t + i, count, row);
+  void pack_values(int64_t from, int64_t count, Row row) {
+    for (int64_t t = round_down(from); t < round_up(count); t += 2) {
+      for (int64_t i = 0; i < 2; ++i) stage(i, t + i, from, count, row);
       for (int64_t j = 0; j < columns_; j += kLanes) {
         HalfBits even, odd;
         std::memcpy(&even, stored_ + j, sizeof even);
@@ -149,11 +150,11 @@ class PromptAttention {
     }
   }
 
-  // Row t of a block of `count` as number i of stored_, zeros beyond the block's end.
+  // Row t of a block as number i of stored_, zeros beyond its rows [from, count).
   template <typename Row>
-  void stage(int64_t i, int64_t t, int64_t count, Row row) {
+  void stage(int64_t i, int64_t t, int64_t from, int64_t count, Row row) {
     BFloat16* to = stored_ + i * columns_;
-    if (t < count) write_row(to, row(t), dim_);
+    if (from <= t && t < count) write_row(to, row(t), dim_);
     else std::fill(to, to + dim_, BFloat16{});
   }
 
@@ -260,8 +261,7 @@ class PromptAttention {
   int64_t dim_ = 0, columns_ = 0, values_apart_ = 0;
   BFloat16 *keys_ = nullptr, *values_ = nullptr, *queries_ = nullptr, *stored_ = nullptr;
   float *scores_ = nullptr, *products_ = nullptr;
-  std::vector<float> maxima_, sums_;  // of each row: its largest score times log2 e, and the sum of its exponentials
-  Aligned memory_[6];
+  float *maxima_ = nullptr, *sums_ = nullptr;  // of each row: its largest score times log2 e, and of its exponentials
 };
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <vector>
 
 #include "simd.h"
 
@@ -49,18 +48,18 @@ float softmax(float* scores, int64_t low, int64_t high, int64_t count, const Att
   return maximum + std::log(sum);
 }
 
-// Writes to `kept`, in ascending order, the positions of the ceil(value_topk * count) largest probabilities. Of equal
-// ones at the threshold the earliest are kept.
-void top_values(const float* probabilities, int64_t count, double value_topk, std::vector<float>& sorted,
-                std::vector<int32_t>& kept) {
+// Writes to `kept`, in ascending order, the positions of the ceil(value_topk * count) largest probabilities; returns
+// their number. Of equal ones at the threshold the earliest are kept. `sorted` and `kept` have room for `count`.
+int64_t top_values(const float* probabilities, int64_t count, double value_topk, float* sorted, int32_t* kept) {
   const int64_t size = std::min<int64_t>(count, std::ceil(value_topk * count));
-  sorted.assign(probabilities, probabilities + count);
-  std::nth_element(sorted.begin(), sorted.begin() + size - 1, sorted.end(), std::greater<float>());
+  std::copy(probabilities, probabilities + count, sorted);
+  std::nth_element(sorted, sorted + size - 1, sorted + count, std::greater<float>());
   const float threshold = sorted[size - 1];
   int64_t equals = size - std::count_if(probabilities, probabilities + count, [=](float p) { return p > threshold; });
-  kept.clear();
+  int64_t found = 0;
   for (int64_t t = 0; t < count; ++t)
-    if (probabilities[t] > threshold || (probabilities[t] == threshold && equals-- > 0)) kept.push_back(t);
+    if (probabilities[t] > threshold || (probabilities[t] == threshold && equals-- > 0)) kept[found++] = t;
+  return found;
 }
 
 }  // namespace

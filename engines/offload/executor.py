@@ -93,7 +93,7 @@ class Executor:
                 if self._experts.needs(self._tiles[op.tile].matrix):
                     if not self._stream.is_ready():  # compute meanwhile, and free slots for it
                         self._catch_up()
-                    in_ring[op.tile] = self._next(op.tile)
+                    in_ring[op.tile] = self._stream.next(op.tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
@@ -107,15 +107,6 @@ class Executor:
                 if following is None or following.kind != "resume":
                     for batch in batches:
                         batch.resume_paused()
-
-    def _next(self, tile: int) -> torch.Tensor:
-        """The bytes of the tile that is loaded next."""
-        if self._loaded.device.where.type == "cpu":
-            return self._stream.next(tile)
-        began = self._timeline.begin()
-        stored = self._stream.next(tile)
-        self._timeline.end("wait", "stall", began)
-        return stored
 
     def _multiply(self, op: Op, batches: Sequence[RunningBatch], in_ring: dict[int, torch.Tensor]) -> None:
         """Adds an operation's tiles to the product of their matrices, which the first tile starts."""

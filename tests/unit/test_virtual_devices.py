@@ -33,7 +33,7 @@ ENGINES = ("flexgen_ref", "lm_offload", "accelerate", "deepspeed_zero")
 LENGTHS = Lengths(512, 32)
 T4 = PROFILES["t4_gcp"]
 #: A T4 of which a model of 1.3 billion parameters fills device and host, so that weights come from every tier.
-SMALL_T4 = replace(T4, device=T4.device and replace(T4.device, memory=2.5e9), host=replace(T4.host, memory=4.5e9))
+SMALL_T4 = replace(T4, device=T4.device and replace(T4.device, memory=2.52e9), host=replace(T4.host, memory=4.5e9))
 
 seconds = st.floats(0.0, 5.0)
 

@@ -283,7 +283,8 @@ class _DevicePlanner(MemoryPlanner):
         probabilities = self._read_probabilities(sequences)
         resident = hottest(tiles, range(len(tiles)), room, probabilities)
         others = [i for i in range(len(tiles)) if i not in resident]
-        if self._policy.weights is not None and self._policy.weights[2]:  # else all others, whatever is rounded
+        if self._policy.weights is not None and self._policy.weights[2] * self._request.weight_bytes >= 1:
+            # else all others, whatever is rounded
             host_room = min(host_room, self._held_weights[1])
         pinned = self._pinned_tiles(others, host_room, kv, probabilities)
         on_device, on_host = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))

@@ -87,7 +87,7 @@ class WeightStream:
         tile = self.tiles[self._taken % len(self.tiles)]
         if tile.index != index:
             raise HarnessError(f"the schedule asks for tile {index}, the stream has {tile}")
-        began = time.perf_counter()
+        began = self._timeline.begin()
         with self._lock:
             self._due = max(self._due, self._taken)
             self._asked = max(self._asked, self._taken)
@@ -98,10 +98,9 @@ class WeightStream:
             self._held.append(self._taken)
             slot = self._slot[self._taken]
             self._taken += 1
-        if (on_its_way := self._ring.take(slot)) is None:
-            self._timeline.add("wait", "stall", began, time.perf_counter())
-        else:
+        if (on_its_way := self._ring.take(slot)) is not None:
             self._timeline.add("load", tile.matrix, *on_its_way)
+        self._timeline.end("wait", "stall", began)
         return self._ring.view(slot, tile.nbytes)
 
     def is_ready(self) -> bool:

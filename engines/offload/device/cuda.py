@@ -66,13 +66,7 @@ class Cuda:
         stream = self._down if down else self._kv if kv else self._up
         for event in after:
             stream.wait_event(event)
-        here = self._here
-        torch.cuda.set_stream(stream)
-        try:
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-        finally:
-            torch.cuda.set_stream(here)
+        self._begin_copies(stream, pairs)
         return stream.record_event(torch.cuda.Event(blocking=True))
 
     def timed_copy(
@@ -82,14 +76,18 @@ class Cuda:
             self._up.wait_event(event)
         began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         began.record(self._up)
-        here = self._here
-        torch.cuda.set_stream(self._up)
-        try:
-            to.copy_(source, non_blocking=True)
-        finally:
-            torch.cuda.set_stream(here)
+        self._begin_copies(self._up, [(to, source)])
         ended.record(self._up)
         return began, ended
+
+    def _begin_copies(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        here = self._here
+        torch.cuda.set_stream(stream)  # torch's context manager asks for the stream before it anew
+        try:
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(here)
 
     @property
     def _here(self) -> torch.cuda.Stream:

@@ -158,10 +158,9 @@ def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
     stop = tl.minimum(end, origin + share)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # noqa: SIM102 (one is decided when the kernel is compiled)
-        if part == 0:
-            maximum = tl.load(sinks + head, mask=real, other=0).to(tl.float32)
-            total += 1.0
+    if SINKS:  # once: by the first part
+        maximum = tl.load(sinks + head, mask=real & (part == 0), other=float("-inf")).to(tl.float32)
+        total += tl.where(part == 0, 1.0, 0.0)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for near in range(origin, stop, KEYS):
         seen = near + tl.arange(0, KEYS)

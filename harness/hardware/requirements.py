@@ -40,7 +40,7 @@ def _held(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
-            total += path.lstat().st_size
+            total += path.lstat().st_size if path.is_file() else 0
     return total
 
 

@@ -83,7 +83,8 @@ class PassFormer:
         counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
         counts.preemptions += scheduler.preemptions - before[1]
         policy = self._loaded.policy
-        batches = [part for batch in scheduled for part in split(batch, policy.nano_count, policy.nano_order)]
+        nano = policy.nano_count, policy.nano_order, policy.cpu_attention
+        batches = [part for batch in scheduled for part in split(batch, *nano)]
         return Flight(scheduler, batches, scheduler.changes)
 
     def _metadata(self, flight: Flight[S]) -> list[BatchMetadata]:

@@ -93,19 +93,23 @@ class ScheduledChunk(Generic[S]):
 
 
 def split(
-    batch: Sequence[ScheduledChunk[S]], count: int, order: NanoOrder | None = None
+    batch: Sequence[ScheduledChunk[S]], count: int, order: NanoOrder | None = None, cpu_attention: bool = False
 ) -> list[list[ScheduledChunk[S]]]:
     """Splits a batch into at most `count` nano-batches, in order, with similar numbers of rows, or those of an `order`
-    where there are sequences enough."""
+    where there are sequences enough. With `cpu_attention` each has its part of the prompts and of the sequences that
+    decode: the host takes turns between nano-batches, and attends for single tokens only."""
     order = order if order is not None and order.cut != 0.5 and len(batch) >= count else None
     count = min(count, len(batch))
-    total, rows = sum(chunk.count for chunk in batch), 0
     nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
-    for chunk in batch:
-        middle = 2 * rows + chunk.count
-        part = count * middle // (2 * total) if order is None else int(count * order.share(middle / (2 * total)))
-        nano_batches[min(count - 1, part)].append(chunk)
-        rows += chunk.count
+    single = [chunk for chunk in batch if chunk.count == 1]
+    kinds = [single, [chunk for chunk in batch if chunk.count > 1]] if cpu_attention else [batch]
+    for chunks in kinds:
+        total, rows = sum(chunk.count for chunk in chunks), 0
+        for chunk in chunks:
+            middle = 2 * rows + chunk.count
+            part = count * middle // (2 * total) if order is None else int(count * order.share(middle / (2 * total)))
+            nano_batches[min(count - 1, part)].append(chunk)
+            rows += chunk.count
     return [chunks for chunks in nano_batches if chunks]
 
 

@@ -23,7 +23,7 @@ class ScheduledGroup(Group[Work]):
 
     def __init__(self, scheduler: Scheduler[SimulatedSequence], policy: OffloadPolicy) -> None:
         self.scheduler = scheduler
-        self._nano = policy.nano_count, policy.nano_order
+        self._nano = policy.nano_count, policy.nano_order, policy.cpu_attention
 
     @property
     def next_arrival_s(self) -> float | None:

@@ -30,6 +30,9 @@ _LEAST_VALUES, _TILES = 16 << 10, 256
 PINNED_SHARE = 0.8
 #: Share of a device's memory for the stages of KV blocks below it: a batch that has more goes through them in parts.
 _STAGE_SHARE = 1 / 16
+#: Layers that the ring has room for where the host attends for one nano-batch while another is multiplied: that takes
+#: about as long as the link needs for a layer, and one nano-batch may be a layer ahead of the other.
+_LAYERS_AHEAD = 2
 #: Blocks that sequences may grow into at full length are held unless they slow the job by more than this.
 _GROWTH = 0.99
 
@@ -111,7 +114,8 @@ class _DevicePlanner(MemoryPlanner):
     """`chunk`: prompt tokens of a batch in a pass."""
 
     def __init__(self, request: MemoryRequest, policy: OffloadPolicy, limits: _Limits, rates: PassRates | None) -> None:
-        super().__init__(request, policy, limits.device, _CHUNK)
+        ahead = _LAYERS_AHEAD if policy.cpu_attention and policy.schedule == "sweep" and policy.nano_count > 1 else 0
+        super().__init__(request, policy, limits.device, _CHUNK, layers_ahead=ahead)
         self._limits = limits
         self._device = limits.device
         self._host = limits.host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ _ALLOCATOR_SHARE = 1 / 32
 #: Slots of the ring, least and most: enough to keep the disk busy while a pass ends. And their share of a budget.
 _SLOTS = (4, 16)
 _RING_SHARE = 1 / 16
+#: The same of a ring that holds whole layers.
+_AHEAD_SHARE = 1 / 4
 #: Share of a budget for the activations of a pass's prompt tokens, if the policy sets no chunk.
 _ACTIVATION_SHARE = 1 / 8
 #: Numbers of sequences of a sweep that are compared are so far apart.
@@ -62,16 +65,17 @@ class MemoryPlanner(ABC):
 
     `row` and `zigzag` fit whole blocks of sequences at full length or refuse. `sweep` runs sequences of mixed ages and
     takes as many as fit, up to its batch size. `slots`: of the ring; None for as many as a budget may give it.
+    `layers_ahead`: see most_slots.
     """
 
     def __init__(
         self, request: MemoryRequest, policy: OffloadPolicy, budget: int | None, chunk_limits: tuple[int, int],
-        slots: int | None = None,
+        slots: int | None = None, layers_ahead: int = 0,
     ) -> None:  # fmt: skip
         self._request = request
         self._policy = policy
         self._mixed_ages = policy.schedule == "sweep"
-        most = most_slots(request, budget)
+        most = most_slots(request, budget, layers_ahead)
         self._slots = most if slots is None else min(most, slots)
         self._ring = self._slots * request.largest_tile
         limits = _with_expert_rows(chunk_limits, request, policy)
@@ -111,9 +115,15 @@ class MemoryPlanner(ABC):
         return hint + (", or hold a smaller part of the weights (policy.weights)" if fixed_weights else "")
 
 
-def most_slots(request: MemoryRequest, budget: int | None) -> int:
-    """Slots of the largest ring within a budget in bytes (None: unlimited)."""
-    return _clamp(None if budget is None else budget * _RING_SHARE / request.largest_tile, _SLOTS)
+def most_slots(request: MemoryRequest, budget: int | None, layers_ahead: int = 0) -> int:
+    """Slots of the largest ring within a budget in bytes (None: unlimited), for the tiles of so many layers where a
+    larger share of it has room for them."""
+    slots = _clamp(None if budget is None else budget * _RING_SHARE / request.largest_tile, _SLOTS)
+    if not layers_ahead:
+        return slots
+    layer = max(Counter(tile.file for tile in request.tiles).values())
+    room = layers_ahead * layer if budget is None else int(budget * _AHEAD_SHARE / request.largest_tile)
+    return max(slots, min(layers_ahead * layer, room))
 
 
 def _with_expert_rows(limits: tuple[int, int], request: MemoryRequest, policy: OffloadPolicy) -> tuple[int, int]:

@@ -260,9 +260,9 @@ class Pretend:
         assert not isinstance(tensor, _Tensor)
         return _Tensor(tensor.clone())
 
-    def fetch(self, tensor):
-        found = _room(tensor.held.contiguous())
-        return found, self.copy([(found, tensor)], (self.mark(),))
+    def fetch(self, *tensors):
+        found = [_room(tensor.held.contiguous()) for tensor in tensors]
+        return found, self.copy(list(zip(found, tensors, strict=True)), (self.mark(),))
 
     def download(self, tensor):
         self.stream.run(self.stream.asked)

@@ -16,10 +16,11 @@ from engines.offload.device.pinned import PinnedMemory
 from engines.offload.memory.device import pinned_sizes, plan_device_memory
 from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes
-from engines.offload.memory.layout import ALIGN, Matrix, matrices_of, tiles_of
+from engines.offload.memory.layout import ALIGN, Matrix, matrices_of, matrix_spans, tiles_of
 from engines.offload.memory.pinned_pieces import packed, pinned_bytes
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
+from engines.offload.pass_ops import attention_overlaps, pass_ops, tiles_held
 from engines.planning.simulated import search_policy
 from harness import api, hardware
 from harness.common.published import published_rows
@@ -137,6 +138,27 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
         tile = max(b.nbytes for b in one.tiles) / whole
         for chosen, asked in ((plan.resident, weights[0]), (plan.pinned, weights[1])):
             assert sum(one.tiles[i].nbytes for i in chosen) / whole == pytest.approx(asked, abs=2 * tile)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "whole"), [("facebook/opt-6.7b", 8, True), ("facebook/opt-175b", 4, False)]
+)
+def test_while_the_host_attends_the_link_has_room_for_a_layer(model, device, whole):
+    """Beside those that an order of nano-batches keeps, unless a layer is too much of the device."""
+    one = demand(model)
+    apart = api.OffloadPolicy(40, schedule="sweep", cpu_attention=True, nano_batches="KQV0 O1 UG1 D1 KQV1 O0 UG0 D0")
+    plan = plan_device_memory(one, apart, device * GIB, 500 * GIB)
+    layer = sum(tile.file == one.tiles[0].file for tile in one.tiles)
+    spans = matrix_spans(one.tiles)
+    attends = [6 * i + 3 for i in range(one.shape.num_layers)]
+    streamed = [i not in plan.resident for i in range(len(one.tiles))]
+    files = [one.tiles[span.start].file for span in spans]
+    overlaps = attention_overlaps(spans, files, attends, streamed, plan.slots)
+    held = tiles_held(pass_ops(streamed, spans, 2, overlaps, apart.nano_order))
+    assert (plan.slots >= held + layer - sum(not s for s in streamed[:layer])) == whole
+    assert plan.slots * one.largest_tile <= device * GIB / 4
+    beside = plan_device_memory(one, replace(apart, cpu_attention=False), device * GIB, 500 * GIB)
+    assert beside.slots < plan.slots or not whole
 
 
 def test_weights_that_the_policy_leaves_open_fill_the_device_then_pinned_memory():

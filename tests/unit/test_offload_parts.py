@@ -19,6 +19,7 @@ from engines.offload.scheduled_chunk import ActiveSequence, ScheduledChunk, spli
 from engines.offload.timeline import BETWEEN, Timeline
 from engines.offload.weights.gemm import GemmBackend, padded_output
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
+from harness.api import NanoOrder
 
 
 def test_a_product_in_many_blocks_is_rounded_as_one():
@@ -282,6 +283,21 @@ def test_nano_batches_have_about_as_many_rows_each(rows, count):
 def test_how_rows_divide_over_nano_batches(rows, count, parts):
     batch = [ScheduledChunk(ActiveSequence([0] * n, 1), n) for n in rows]
     assert list(map(len, split(batch, count))) == parts
+
+
+@given(st.integers(1, 50), st.lists(st.integers(2, 400), max_size=6), st.integers(2, 4), st.booleans())
+def test_each_nano_batch_has_its_part_of_what_the_host_attends_for(decoding, prompts, count, ordered):
+    batch = [ScheduledChunk(ActiveSequence([0] * n, 1), n) for n in [1] * decoding + prompts]
+    order = NanoOrder.parse("KQV0 KQV1 O0 O1 UG0 D0 cut=0.25") if ordered and count == 2 else None
+    parts = split(batch, count, order, cpu_attention=True)
+    assert sorted(map(id, (chunk for part in parts for chunk in part))) == sorted(map(id, batch))
+    singles = [sum(chunk.count == 1 for chunk in part) for part in parts]
+    if decoding >= count and order is None:
+        assert max(singles) - min(singles) <= 1
+    if order is not None and decoding >= 4:
+        assert abs(singles[0] - decoding / 4) <= 1
+    for part in parts:
+        assert [chunk for chunk in batch if any(chunk is one for one in part)] == part, "in their order"
 
 
 def test_the_time_of_overlapping_loads_counts_once():

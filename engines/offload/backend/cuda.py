@@ -142,8 +142,9 @@ class CudaBackend(Backend):
                 kernel = self._host_kernels.attention(stored, sparse=False)
                 quantizer = self._host_kernels.quantizer(stored)
                 self._host_attention = HostAttention(
-                    blocks, kernel, quantizer, self.device, self.timeline, self._attended_blocks(on_disk)
-                )
+                    blocks, kernel, quantizer, self._host_kernels.row_writer(), self.device, self.timeline,
+                    self._attended_blocks(on_disk),
+                )  # fmt: skip
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
         quantizer = self.kernels.quantizer(stored)

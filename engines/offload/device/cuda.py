@@ -106,11 +106,12 @@ class Cuda:
         # torch keeps the pinned copy until the transfer has read it
         return tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        tensor = tensor.contiguous()
-        fetched = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        event = self.copy([(fetched, tensor)], (self.mark(),))
-        tensor.record_stream(self._down)
+    def fetch(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        sources = [tensor.contiguous() for tensor in tensors]
+        fetched = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        event = self.copy(list(zip(fetched, sources, strict=True)), (self.mark(),))
+        for source in sources:
+            source.record_stream(self._down)
         return fetched, event
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -76,5 +76,5 @@ class Accelerator(Device, Clock, Protocol):
     def mark(self) -> Event:
         """After everything that this thread has asked the device to compute."""
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A tensor in host memory, and when it will be there; does not block."""
+    def fetch(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event]:
+        """Tensors in host memory, and when all will be there; does not block."""

@@ -67,7 +67,7 @@ class PackedAttention:
             assert cache.host_attention is not None
             self.host_chunks = HostChunks(
                 [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks, upload,
-                cache.host_attention.parts(batch), cache.host_attention.in_memory,
+                cache.host_attention.parts(batch), cache.host_attention.blocks,
             )  # fmt: skip
             for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
                 seen[i] = rest

@@ -16,9 +16,10 @@ import torch
 
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
+from engines.offload.kernels.layer_blocks import RowWriter
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
-from engines.offload.kv_cache.lower_blocks import HostBlocks, LowerBlocks
+from engines.offload.kv_cache.lower_blocks import HostBlocks, LowerBlocks, PieceTarget
 from engines.offload.kv_cache.offloaded_blocks import divided
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
@@ -38,29 +39,26 @@ class StagedPart:
 
 @dataclass(frozen=True)
 class HostPart:
-    """A part's chunks `among` those of its batch; where the new tokens `written`, a slice of the batch's, go: `offsets`
-    of `blocks`."""
+    """A part's chunks `among` those of its batch, and where those of the batch's written tokens that are theirs go."""
 
     number: int
     among: range
     metadata: AttentionMetadata
-    written: slice
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    targets: Sequence[PieceTarget]
 
 
 class HostChunks:
     """The chunks of a batch that host attention serves: single tokens, in rows `rows` of the batch, in `parts`.
 
-    Blocks from `first` on are in host memory, and after `in_memory` of them on disk. `on_device`: of each chunk what
-    the device attends to, as (new tokens, tokens before, block table). `written_rows`: rows whose keys and values
-    belong to the host's blocks.
+    Blocks from `first` on are the `lower` ones. `on_device`: of each chunk what the device attends to, as (new tokens,
+    tokens before, block table). `written_rows`: rows whose keys and values belong to the host's blocks.
     """
 
     def __init__(
         self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, upload: Callable[[torch.Tensor], torch.Tensor],
-        parts: Sequence[StagedPart], in_memory: int,
+        parts: Sequence[StagedPart], lower: LowerBlocks,
     ) -> None:  # fmt: skip
+        in_memory = lower.in_memory
         tables = [[block - first for block in chunk.block_table if block >= first] for chunk in chunks]
         tokens = [_tokens(chunk, lambda block: block >= first) for chunk in chunks]
         self.on_device = [
@@ -87,9 +85,8 @@ class HostChunks:
             )
             end = begin + sum(rows[i] in self.written_rows for i in part.among)
             blocks = _resolved(written[begin:end, 1], part.slots, in_memory)
-            self.parts.append(
-                HostPart(part.number, part.among, metadata, slice(begin, end), blocks, written[begin:end, 2])
-            )
+            targets = lower.targets(torch.arange(begin, end), blocks, written[begin:end, 2])
+            self.parts.append(HostPart(part.number, part.among, metadata, targets))
             begin = end
 
 
@@ -129,19 +126,22 @@ class HostAttentionTask:
 
 
 class HostAttention:
-    """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own; to
-    those on disk, if there are any, where `on_disk` stages them."""
+    """Attends by the host's `kernel` to `blocks`, whose keys and values `quantizer` packs and `writer` stores, in a
+    thread of its own; to those on disk, if there are any, where `on_disk` stages them."""
 
     def __init__(
         self,
         blocks: LowerBlocks,
         kernel: AttentionKernel,
         quantizer: Quantizer,
+        writer: RowWriter,
         device: Accelerator,
         timeline: Timeline,
         on_disk: DiskBlocks | None = None,
     ) -> None:
-        self._blocks = blocks
+        #: All blocks that are not on the device.
+        self.blocks = blocks
+        self._writer = writer
         self._kernel = kernel
         self._quantizer = quantizer
         self._device = device
@@ -150,17 +150,12 @@ class HostAttention:
         self._parts: Sequence[Sequence[StagedPart]] = ()  # by batch of the pass
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-attention")
 
-    @property
-    def in_memory(self) -> int:
-        """How many of the blocks are in memory; the others are on disk."""
-        return self._blocks.in_memory
-
     def begin(self, batches: Sequence[Sequence[Chunk]], first: int) -> None:
         """Begins a pass, in whose batches these chunks attend here; their blocks have numbers from `first` on."""
         if self._disk is None:
             self._parts = [[StagedPart(0, range(len(batch)))] for batch in batches]
             return
-        first += self.in_memory
+        first += self.blocks.in_memory
         moved: list[tuple[set[int], set[int]]] = []
         among: list[list[range]] = []
         for batch in batches:
@@ -201,24 +196,23 @@ class HostAttention:
     ) -> HostAttentionTask:
         """Starts with a batch's operands on the device: query [heads, tokens, dim], `new` keys and values alike."""
         operands = [query[:, chunks.rows], *(values[:, chunks.written] for values in new)]
-        fetched = [self._device.fetch(tensor) for tensor in operands]
+        fetched, there = self._device.fetch(*operands)
         without_sinks = replace(spec, sinks=None)  # they count once, on the device
 
         @torch.inference_mode()
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
-            for _, event in fetched:
-                event.synchronize()
+            there.synchronize()
             began = time.perf_counter()
-            host_query, *host_new = (tensor for tensor, _ in fetched)
-            new_rows = [self._quantizer.pack(values.transpose(0, 1)) for values in host_new]
+            host_query, *host_new = fetched
+            keys, values = (self._quantizer.pack(rows.transpose(0, 1)) for rows in host_new)
             host_lse = torch.empty(host_query.shape[1], host_query.shape[0])
             outputs = []
             for part in chunks.parts:
-                blocks: HostBlocks = self._blocks.host_layer(layer)
+                blocks: HostBlocks = self.blocks.host_layer(layer)
                 if self._disk is not None:
-                    blocks = self._blocks.with_staged(layer, self._disk.staged(layer, part.number))
-                for which, rows in enumerate(new_rows):
-                    blocks.put(which, part.blocks, part.offsets, rows[part.written])
+                    blocks = self.blocks.with_staged(layer, self._disk.staged(layer, part.number))
+                for piece, target in part.targets:
+                    self._writer(blocks.piece(piece), target, keys, values)
                 of_part = slice(part.among.start, part.among.stop)
                 outputs.append(
                     self._kernel(host_query[:, of_part], blocks, part.metadata, without_sinks, host_lse[of_part])

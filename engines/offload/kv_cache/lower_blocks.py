@@ -14,9 +14,13 @@ from typing import Any, cast
 import torch
 
 from engines.offload.device.protocol import Accelerator, Event
+from engines.offload.kernels.layer_blocks import Target
 from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, Run
 from engines.offload.kv_cache.record_file import RecordFile
 from engines.offload.memory.kv_blocks import STAGES
+
+#: The piece that blocks on disk are staged in.
+STAGED = -1
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,9 @@ class HostLayer:
         per_piece = len(self.rows)
         return torch.stack([self.pieces[block // per_piece][block % per_piece] for block in blocks.tolist()])
 
-    def put(self, which: int, blocks: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
-        """Writes keys (0) or values (1) `new` [tokens, kv_heads, ...] at `offsets` of `blocks`, both [tokens]."""
-        per_piece = len(self.rows)
-        for number in set((blocks // per_piece).tolist()):
-            inside = blocks // per_piece == number
-            self.pieces[number][:, which][blocks[inside] % per_piece, :, offsets[inside]] = new[inside]
+    def piece(self, number: int) -> torch.Tensor:
+        """The blocks that PieceTarget names so."""
+        return self.pieces[number]
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,15 @@ class StagedLayer:
             found[held] = self.layer.gather(blocks[held])
         return found
 
-    def put(self, which: int, blocks: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
-        """As HostLayer.put."""
-        held = blocks < self.in_memory
-        if held.any():
-            self.layer.put(which, blocks[held], offsets[held], new[held])
-        self.staged[:, which][blocks[~held] - self.in_memory, :, offsets[~held]] = new[~held]
+    def piece(self, number: int) -> torch.Tensor:
+        """As HostLayer.piece."""
+        return self.staged if number == STAGED else self.layer.piece(number)
 
 
 #: What the host attends to.
 HostBlocks = HostLayer | StagedLayer
+#: Where new tokens are written in one piece of any layer's HostBlocks: its number, and the target in its blocks.
+PieceTarget = tuple[int, Target]
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,18 @@ class LowerBlocks(OffloadedBlocks):
     def in_memory(self) -> int:
         """How many of the blocks are in pinned memory."""
         return self._in_memory
+
+    def targets(self, tokens: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> list[PieceTarget]:
+        """Where `tokens` of a batch are written that belong at `offsets` of `blocks`, of which those on disk have the
+        numbers that they are staged under; all int64 [n]."""
+        held = blocks < self._in_memory
+        pieces = torch.where(held, blocks // self._per_piece, STAGED)
+        inside = torch.where(held, blocks % self._per_piece, blocks - self._in_memory)
+        return [
+            (number, Target(tokens[there], inside[there], offsets[there], number == STAGED))
+            for number in sorted(set(pieces.tolist()))
+            for there in [pieces == number]
+        ]
 
     def with_staged(self, layer: int, staged: torch.Tensor) -> StagedLayer:
         """As host_layer, with records uint8 [slots * record] of blocks on disk behind those in memory."""

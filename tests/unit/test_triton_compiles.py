@@ -53,6 +53,9 @@ print(shared(triton_panels._unpack12, {"chunks": "*u8", "out": "*i16"} | numbers
              dict(PANEL=16, CHUNK=64, CHUNK_BYTES=1552), capability))
 print(shared(triton_attention._merge, {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "out_lse": "*fp32",
              "tokens": "i32", "heads": "i32"}, dict(PARTS=32, DIM=128, WIDTH=128, LSE=True), capability))
+merged = {"out": "*fp16", "out_row": "i32", "out_head": "i32", "lse": "*fp32", "rows": "*i64", "other": "*fp16"}
+print(shared(triton_attention._merge_rows, merged | {"other_lse": "*fp32", "heads": "i32"}, dict(DIM=80, WIDTH=128),
+             capability))
 for case in (("fp16", "fp16", 2, 16, 128, 1, True), ("bf16", "bf16", 2, 16, 128, 8, False),
              ("fp16", "u8", 2, 4, 128, 1, True), ("fp16", "fp16", 2, 16, 256, 2, True),
              ("fp32", "u8", 4, 3, 80, 3, False)):
@@ -75,5 +78,5 @@ def test_kernels_compile_and_fit_a_multiprocessor(capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     taken = [int(line) for line in done.stdout.split()]
-    assert len(taken) == 9
+    assert len(taken) == 10
     assert max(taken) <= SHARED[capability], taken

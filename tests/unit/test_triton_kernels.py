@@ -12,11 +12,11 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
 from engines.offload.kernels import panels, quantize
-from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
+from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec, merge_rows
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.quantizer import exact12_pack
 from engines.offload.kernels.reference_attention import reference_attention
-from engines.offload.kernels.triton_attention import parts_of, triton_attention
+from engines.offload.kernels.triton_attention import parts_of, triton_attention, triton_merge_rows
 from engines.offload.kernels.triton_panels import unpack12
 from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -172,3 +172,20 @@ def test_a_sequence_without_blocks_gets_zeros_and_no_weight() -> None:
     found = triton_attention(Plain("float32"))(query, blocks, segments, AttentionSpec(0.25), lse)
     assert (found[0] == 0).all() and (lse[0] == -torch.inf).all()
     assert (found[1] != 0).all() and lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_host_attention_is_merged_into_its_rows_alone(dtype: torch.dtype) -> None:
+    """Also where the device or the host attended to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(9, 5, 24, generator=generator).to(DEVICE, dtype)[:, :3]
+    other = torch.randn(4, 3, 24, generator=generator).to(DEVICE, dtype)
+    lse, other_lse = (10 * torch.randn(n, 3, generator=generator).to(DEVICE) for n in (9, 4))
+    rows = torch.tensor([7, 0, 3, 8], device=DEVICE)
+    lse[7], other_lse[2] = -torch.inf, -torch.inf
+    expected, found = out.clone(), out.clone()
+    merge_rows(expected, lse, rows, other, other_lse)
+    triton_merge_rows(found, lse, rows, other, other_lse)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[[1, 2, 4, 5, 6]], out[[1, 2, 4, 5, 6]])
+    assert torch.equal(found[7], other[0]) and torch.equal(found[3], out[3])

@@ -142,8 +142,8 @@ class CudaBackend(Backend):
                 kernel = self._host_kernels.attention(stored, sparse=False)
                 quantizer = self._host_kernels.quantizer(stored)
                 self._host_attention = HostAttention(
-                    blocks, kernel, quantizer, self._host_kernels.row_writer(), self.device, self.timeline,
-                    self._attended_blocks(on_disk),
+                    blocks, kernel, quantizer, self._host_kernels.row_writer(), self.kernels.row_merger(), self.device,
+                    self.timeline, self._attended_blocks(on_disk),
                 )  # fmt: skip
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
@@ -191,8 +191,12 @@ class CudaBackend(Backend):
         for count in (2, 1):
             query = torch.zeros(count, shape.num_heads, shape.head_dim, dtype=self._dtype, device=where)
             metadata = AttentionMetadata.of([count], [0], block_table, self.device.upload)
-            for lse in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
-                kernel(query.transpose(0, 1), blocks, metadata, AttentionSpec(1.0), lse)
+            lse = query.new_zeros(count, shape.num_heads, dtype=torch.float32)
+            for given in (None, lse):
+                kernel(query.transpose(0, 1), blocks, metadata, AttentionSpec(1.0), given)
+            if self._host_attention is not None:
+                row = self.device.upload(torch.zeros(1, dtype=torch.long))
+                self.kernels.row_merger()(query, lse, row, query[:1].clone(), lse[:1].clone())
         self.kernels.quantizer(stored).pack(torch.zeros(shape.num_kv_heads, shape.head_dim, device=where))
         self.device.mark().synchronize()
 

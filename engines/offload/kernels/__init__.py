@@ -1,6 +1,12 @@
 """The engine's kernels: per operation one interface, a reference in torch, implementations in C++ and Triton."""
 
-from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, AttentionSpec, merge_attention_states
+from engines.offload.kernels.attention import (
+    AttentionKernel,
+    AttentionMetadata,
+    AttentionSpec,
+    RowMerger,
+    merge_attention_states,
+)
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard
@@ -19,6 +25,7 @@ __all__ = [
     "NoCompilerError",
     "Pack",
     "Quantizer",
+    "RowMerger",
     "WeightPack",
     "merge_attention_states",
     "stored_view",

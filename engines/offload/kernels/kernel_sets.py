@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from engines.offload.kernels import least_squares, panels
-from engines.offload.kernels.attention import AttentionKernel, compiled_attention
+from engines.offload.kernels.attention import AttentionKernel, RowMerger, compiled_attention, merge_rows
 from engines.offload.kernels.attention_scratch import attention_scratch
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
@@ -191,6 +191,14 @@ class DeviceKernels:
         from engines.offload.kernels.triton_attention import triton_attention  # Triton is optional
 
         return triton_attention(stored)
+
+    def row_merger(self) -> RowMerger:
+        """Merges host attention into the device's."""
+        if not self._triton:
+            return merge_rows
+        from engines.offload.kernels.triton_attention import triton_merge_rows  # Triton is optional
+
+        return triton_merge_rows
 
     def attention_memory(
         self, stored: Storage, shape: ModelShape, longest: int, dtype: Dtype, sparse: bool

@@ -103,6 +103,36 @@ def triton_attention(stored: Storage, wanted: int | None = None) -> AttentionKer
     return attention
 
 
+def triton_merge_rows(
+    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """As attention.merge_rows, in one launch."""
+    count, heads, dim = other.shape
+    assert lse.is_contiguous() and other.is_contiguous() and other_lse.is_contiguous() and out.stride(2) == 1
+    _merge_rows[(count, heads)](
+        out, out.stride(0), out.stride(1), lse, rows, other, other_lse, heads, DIM=dim,
+        WIDTH=triton.next_power_of_2(dim),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["out_row", "out_head", "heads"])
+def _merge_rows(
+    out, out_row, out_head, lse, rows, other, other_lse, heads, DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """One row of one head."""
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + place)
+    column = tl.arange(0, WIDTH)
+    own, others = tl.load(lse + row * heads + head), tl.load(other_lse + place * heads + head)
+    largest = tl.maximum(own, others)
+    weight, weight_of_other = tl.exp(own - largest), tl.exp(others - largest)
+    at = out + row * out_row + head * out_head + column
+    values = tl.load(at, mask=column < DIM, other=0).to(tl.float32)
+    beside = tl.load(other + (place * heads + head) * DIM + column, mask=column < DIM, other=0).to(tl.float32)
+    merged = (values * weight + beside * weight_of_other) / (weight + weight_of_other)
+    tl.store(at, merged.to(out.dtype.element_ty), mask=column < DIM)
+
+
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _merge(
     partial, lse, out, out_lse, tokens, heads, PARTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,

@@ -169,5 +169,5 @@ class AttentionTask:
         assert self._output is not None
         output = context.device.keep(self._output)
         if self._on_host is not None:
-            output = self._on_host.merge_into(output)
+            self._on_host.merge_into(output)
         return output if context.hadamard is None else context.hadamard(output).to(self._operands[0].dtype)

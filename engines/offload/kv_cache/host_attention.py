@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
+from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, RowMerger
 from engines.offload.kernels.layer_blocks import RowWriter
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
@@ -116,18 +116,17 @@ class HostAttentionTask:
     lse: torch.Tensor
     state: Future[tuple[torch.Tensor, torch.Tensor]]
     device: Accelerator
+    merge: RowMerger
 
-    def merge_into(self, output: torch.Tensor) -> torch.Tensor:
-        """The device's `output` [tokens, heads, dim], made whole in place."""
+    def merge_into(self, output: torch.Tensor) -> None:
+        """Makes the device's `output` [tokens, heads, dim] whole, in place."""
         host, host_lse = (self.device.upload(tensor) for tensor in self.state.result())
-        rows, lse = self.rows, self.device.keep(self.lse)
-        whole = merge_attention_states(output[rows], lse[rows], host.to(output.dtype), host_lse)
-        return output.index_copy_(0, rows, whole)
+        self.merge(output, self.device.keep(self.lse), self.rows, host, host_lse)
 
 
 class HostAttention:
     """Attends by the host's `kernel` to `blocks`, whose keys and values `quantizer` packs and `writer` stores, in a
-    thread of its own; to those on disk, if there are any, where `on_disk` stages them."""
+    thread of its own; to those on disk, if there are any, where `on_disk` stages them. `merge`: on the device."""
 
     def __init__(
         self,
@@ -135,6 +134,7 @@ class HostAttention:
         kernel: AttentionKernel,
         quantizer: Quantizer,
         writer: RowWriter,
+        merge: RowMerger,
         device: Accelerator,
         timeline: Timeline,
         on_disk: DiskBlocks | None = None,
@@ -142,6 +142,7 @@ class HostAttention:
         #: All blocks that are not on the device.
         self.blocks = blocks
         self._writer = writer
+        self._merge = merge
         self._kernel = kernel
         self._quantizer = quantizer
         self._device = device
@@ -223,7 +224,7 @@ class HostAttention:
             return torch.cat(outputs) if len(outputs) > 1 else outputs[0], host_lse
 
         lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
-        return HostAttentionTask(chunks.rows, lse, self._thread.submit(attend), self._device)
+        return HostAttentionTask(chunks.rows, lse, self._thread.submit(attend), self._device, self._merge)
 
 
 def _joined(blocks: Sequence[set[int]], among: range) -> set[int]:

@@ -6,7 +6,7 @@ import itertools
 import uuid
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -74,11 +74,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
         except HarnessError as exc:
             metrics.ended("failed")
             return error(str(exc), 503, "unavailable", {"retry-after": _RETRY_AFTER_S})
-        if not asked.stream:
-            return await running.whole(request)
-        return StreamingResponse(
-            running.stream(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
+        return running.streamed() if asked.stream else await running.whole(request)
 
     return app
 

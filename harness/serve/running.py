@@ -1,11 +1,14 @@
 """One HTTP request whose answer is under way: from the engine's events to a body or a stream."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from harness.api import Event, FinishedEvent, RefusedEvent, TokenEvent
 from harness.serve.answers import Answer
@@ -34,6 +37,7 @@ class Running:
         self._events: asyncio.Queue[Event | EngineFailure | None] = asyncio.Queue()
         self._reminder: asyncio.TimerHandle | None = None
         self._let_in_s = self._heard_s = 0.0
+        self._outcome, self._ended = "cancelled", False
 
     def begin(self) -> bool:
         """As EngineLoop.submit."""
@@ -52,7 +56,6 @@ class Running:
 
     async def whole(self, request: Request) -> Response:
         """The answer in one piece."""
-        outcome = "cancelled"
         try:
             while not self._answer.done:
                 for event in await self._arrived(_LOOK_S):
@@ -63,39 +66,51 @@ class Running:
                         self._answer.finish(event)
                         self._metrics.answered(event.result, self._let_in_s)
                     elif not isinstance(event, TokenEvent):
-                        outcome, failure = self._failed(event)
-                        return failure
-            outcome = "ok"
+                        return self._failed(event)
+            self._outcome = "ok"
             return JSONResponse(self._answer.whole())
         finally:
-            self._end(outcome)
+            self.end()
 
-    async def stream(self) -> AsyncIterator[str]:
-        """The answer in chunks; a comment now and then while there is none, for what closes silent connections."""
-        outcome, done = "cancelled", False
-        try:
-            for chunk in self._answer.opening():
-                yield chunk
-            while not done:
-                chunks: list[str] = []
-                for event in await self._arrived(self._keep_alive_s):
-                    if event is None:
-                        chunks.append(": keep-alive\n\n")
-                        continue
-                    if not isinstance(event, TokenEvent | FinishedEvent):
-                        outcome, failure = self._failed(event)
-                        yield f"{''.join(chunks)}data: {bytes(failure.body).decode()}\n\n"
-                        return
-                    if isinstance(event, FinishedEvent):
-                        self._metrics.answered(event.result, self._let_in_s)
-                    chunks += self._answer.chunks(event)
-                if done := self._answer.done:
-                    chunks += self._answer.closing()
-                if chunks:
-                    yield "".join(chunks)
-            outcome = "ok"
-        finally:
-            self._end(outcome)
+    def streamed(self) -> Response:
+        """The answer in chunks."""
+        return _Streamed(self)
+
+    async def chunks(self) -> AsyncIterator[str]:
+        """What a stream consists of; a comment now and then while there is nothing, for what closes silent
+        connections."""
+        done = False
+        for chunk in self._answer.opening():
+            yield chunk
+        while not done:
+            chunks: list[str] = []
+            for event in await self._arrived(self._keep_alive_s):
+                if event is None:
+                    chunks.append(": keep-alive\n\n")
+                    continue
+                if not isinstance(event, TokenEvent | FinishedEvent):
+                    yield f"{''.join(chunks)}data: {bytes(self._failed(event).body).decode()}\n\n"
+                    return
+                if isinstance(event, FinishedEvent):
+                    self._metrics.answered(event.result, self._let_in_s)
+                chunks += self._answer.chunks(event)
+            if done := self._answer.done:
+                chunks += self._answer.closing()
+            if chunks:
+                yield "".join(chunks)
+        self._outcome = "ok"
+
+    def end(self) -> None:
+        """Counts how the request ended, and cancels what it leaves."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._metrics.ended(self._outcome)
+        if self._outcome != "ok":
+            for request in self._answer.requests:
+                self._loop.cancel(request.id)
 
     async def _arrived(self, patience_s: float) -> list[Event | EngineFailure | None]:
         """The next events, all of them that have come; None among them where there was none for so many seconds."""
@@ -117,16 +132,25 @@ class Running:
                 self._events.put_nowait(None)
         self._reminder = asyncio.get_running_loop().call_later(left, self._remind, patience_s)
 
-    def _failed(self, event: RefusedEvent | EngineFailure) -> tuple[str, JSONResponse]:
-        """How a request ends that the engine refuses or breaks down under."""
+    def _failed(self, event: RefusedEvent | EngineFailure) -> JSONResponse:
+        """The answer where the engine refuses a request or breaks down under it."""
         if isinstance(event, EngineFailure):
-            return "failed", error(event.reason, 503, "unavailable")
-        return "refused", error(event.reason, 400, "invalid_request" if event.kind == "invalid" else "infeasible")
+            self._outcome = "failed"
+            return error(event.reason, 503, "unavailable")
+        self._outcome = "refused"
+        return error(event.reason, 400, "invalid_request" if event.kind == "invalid" else "infeasible")
 
-    def _end(self, outcome: str) -> None:
-        if self._reminder is not None:
-            self._reminder.cancel()
-        self._metrics.ended(outcome)
-        if outcome != "ok":
-            for request in self._answer.requests:
-                self._loop.cancel(request.id)
+
+class _Streamed(StreamingResponse):
+    """Ends its request itself: the iterator cannot where its client leaves before the first chunk is asked for."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__(running.chunks(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._running.end()

@@ -16,9 +16,13 @@ import openai
 import pytest
 import uvicorn
 
+from engines.adapters.fake import MODEL, SHAPE, FakeText
 from harness.api import HarnessError
 from harness.serve import bodies
+from harness.serve.app import make_app
 from harness.serve.connections import connection_class, reserve_descriptors
+from harness.serve.engine_loop import EngineLoop
+from harness.serve.served import Served
 from harness.serve.settings import MAX_BODY
 from tests.serving import SETTINGS, alone, ask, loaded, serving, until
 
@@ -248,6 +252,31 @@ def test_a_client_that_goes_away_frees_its_place(stream):
         assert ask(port, body={"prompt": "a", "max_tokens": 1})[0].status == 200
 
 
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
+def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_running(spec_version):
+    """ASGI servers tell of it in either of two ways: the next message says so, or nothing can be sent."""
+    body = json.dumps({**LONG, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return messages.pop(0) if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        if spec_version == "2.4":
+            raise OSError("the client has gone")
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": spec_version}, "method": "POST", "query_string": b"",
+        "path": "/v1/completions", "headers": [(b"host", b"localhost")],
+    }  # fmt: skip
+    engine = loaded(sleep_s=0.05)
+    with contextlib.closing(EngineLoop(engine, 8)) as loop:
+        app = make_app(Served(engine, loop, "fake", SHAPE, FakeText(MODEL), SHAPE.max_context, SETTINGS))
+        asyncio.run(app(scope, receive, send))
+        until(lambda: loop.pending == 0)
+        assert loop.generated_tokens < 1000
+
+
 def test_too_many_requests_are_sent_away_and_a_silent_stream_shows_that_it_lives():
     with serving(replace(SETTINGS, max_pending=2), sleep_s=0.3) as (port, loop):
         connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -260,6 +289,13 @@ def test_too_many_requests_are_sent_away_and_a_silent_stream_shows_that_it_lives
         response.close()
         connection.close()
         until(lambda: loop.pending == 0)
+
+
+def test_a_stream_that_is_never_silent_has_no_comments():
+    body = {"prompt": "hi", "max_tokens": 5, "ignore_eos": True, "stream": True}
+    with serving(replace(SETTINGS, keep_alive_s=60.0)) as (port, _):
+        lines = ask(port, body=body)[1].decode().split("\n\n")
+    assert len(lines) >= 3 and all(line.startswith("data: ") for line in lines[:-1])
 
 
 def test_too_many_clients_are_told_and_the_others_served():

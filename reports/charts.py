@@ -187,7 +187,7 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     note = ("Per generated token, because cells may run jobs of different sizes. Ticks are the time of a token all "
-            "together: time that overlaps counts for each task. Click a task in the legend to highlight it.")  # fmt: skip
+            "together: overlapping time counts for each task. Click a task in the legend to highlight it.")  # fmt: skip
     note += vega.truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
 

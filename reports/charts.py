@@ -150,7 +150,7 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
         layer=[
             layer({"type": "bar", "height": 14}, "isValid(datum.value)",
                   x=vega.quantity(axis, zero=True), order={"field": "order"}),
-            layer({"type": "tick", "thickness": 3, "size": 22}, "isValid(datum.limit)",
+            layer({"type": "tick", "thickness": 3, "size": 22, "opacity": 1}, "isValid(datum.limit)",
                   x=vega.quantity(axis, "limit")),
         ],
     )  # fmt: skip
@@ -174,7 +174,7 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ]
         data.append(datum(row, f"all together {number(whole := 1000 / (row.median or 1.0))} ms a token", whole=whole))
     colours = [*vega.COLOURS[: len(figures.TASK_NAMES) - 1], vega.GREY]
-    axis = "milliseconds of a generated token; overlapping time counts for each task"
+    axis = "milliseconds of a generated token"
     spec = vega.row_chart(
         data,
         layer=[
@@ -187,7 +187,7 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     note = ("Per generated token, because cells may run jobs of different sizes. Ticks are the time of a token all "
-            "together: bars beyond them overlap. Click a task in the legend to highlight it.")  # fmt: skip
+            "together: overlapping time counts for each task. Click a task in the legend to highlight it.")  # fmt: skip
     note += vega.truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
 

@@ -1,7 +1,7 @@
 """Places the labels of a scatter chart so that no two overlap, at any width of the chart."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ GAP = 15.0
 MOST_LABELS = 30
 #: Labels that moved less need no line to their point, pixels.
 _NEAR = 5.0
+#: From a line to the middle of the label above it, pixels.
+_ABOVE = 8.0
 #: Values that span a larger factor are drawn on a logarithmic axis.
 _LOGARITHMIC = 30
 
@@ -77,17 +79,21 @@ def height_for(labels: int, least: float) -> int:
     return math.ceil(max(least, (labels + 1) * GAP))
 
 
-def labels(points: Sequence[tuple[str, float, float]], x: Axis, y: Axis, height: float) -> list[dict[str, Any]]:
+def labels(
+    points: Sequence[tuple[str, float, float]], x: Axis, y: Axis, height: float,
+    lined: Collection[tuple[float, float]] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
     """A datum for the label of each (name, x, y): its point, the value `at` where it stands, and on which side.
 
     Each label has a height of its own, so that none overlaps another however wide the chart is. Labels of points on the
-    right stand to the left of them.
+    right stand to the left of them. Labels of points `lined` (x, y), through which a line goes, stand above it.
     """
-    places = spread([y.share(value) * height for _, _, value in points], GAP / 2, height - GAP / 2)
+    wanted = [y.share(value) * height + _ABOVE * ((across, value) in lined) for _, across, value in points]
+    places = spread(wanted, GAP / 2, height - GAP / 2)
     return [
         {"name": name, "x": across, "y": up, "at": y.value(place / height), "left": x.share(across) > 0.5,
-         "moved": abs(place - y.share(up) * height) > _NEAR}
-        for (name, across, up), place in zip(points, places, strict=True)
+         "moved": abs(place - want) > _NEAR}
+        for (name, across, up), place, want in zip(points, places, wanted, strict=True)
     ]  # fmt: skip
 
 

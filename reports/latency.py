@@ -37,7 +37,9 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
     x, y = Axis.of(latency for _, latency in points), Axis.of(r.median or 0.0 for r, _ in points)
-    named = [(r.label, latency, r.median or 0.0) for r, latency in points] if len(points) <= MOST_LABELS else []
+    # the legend says which are references
+    named = [(r.label.removesuffix(" (reference)"), latency, r.median or 0.0) for r, latency in points]
+    named = named if len(named) <= MOST_LABELS else []
     height = height_for(len(named), 320)
     spec = vega.chart(
         height,
@@ -49,7 +51,7 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
             vega.alone_in_legend("engine") | layer(
                 {"type": "point", "filled": True, "size": 90}, data=data, **vega.distinct("engine", engines),
                 opacity={"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()),
-            *layers(labels(named, x, y, height), vega.SOFT),
+            *layers(labels(named, x, y, height, front), vega.SOFT),
         ],
     )  # fmt: skip
     optimal = set(front)
@@ -97,7 +99,7 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                  "datum.cell + ': ' + format(datum.share, '.0%') + ' within ' + format(datum.at, '.3~g') + ' s'"},
             ],
             encoding={
-                "x": vega.quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
+                "x": vega.quantity(f"{short}, seconds", "at") | {"scale": Axis.of([smallest, largest]).scale},
                 "y": vega.quantity("share of requests", "share", domain=[0, 1]) | {"axis": {"format": ".0%"}},
                 "color": by_cell["color"],
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
@@ -151,11 +153,3 @@ def _token_times(record: RunRecord) -> list[float]:
 
 def _valid(seconds: Iterable[float]) -> list[float]:
     return [v for v in seconds if finite(v) is not None and v > 0]
-
-
-def _scale(values: Iterable[float]) -> dict[str, object]:
-    """A logarithmic scale where values span a factor of more than 30, else a linear one."""
-    positive = [v for v in values if v > 0]
-    if positive and max(positive) / min(positive) > 30:
-        return {"type": "log", "nice": True}
-    return {"type": "linear", "nice": True, "zero": False}

@@ -24,6 +24,9 @@ PACKAGE = "package:"
 
 def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
     """Downloads a repository's metadata and the files that match `weights`; returns the folder. Raises HarnessError."""
+    if Path(model.id).is_file():
+        raise HarnessError(f"model {model.id!r} is a file, not the folder of a model; a configuration alone can be "
+                           "planned, and predicted by `harness run --simulate`")  # fmt: skip
     if not _is_id(model.id):
         raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
     from huggingface_hub import snapshot_download

@@ -4,7 +4,7 @@
 #   compare.sh NAME BASE_VENV BASE_COMMIT HEAD_VENV HEAD_COMMIT SUITE [ROUNDS]
 #
 # Each virtual environment has offload-harness and one version of the package NAME, whose engine SUITE names. Copy this
-# folder and ci/interleave.sh into your project. Exit codes are those of `harness compare`: 1 for a regression.
+# folder into your project, and ci/interleave.sh into it. Exit codes are those of `harness compare`: 1 for a regression.
 set -euo pipefail
 if (($# < 6)); then
   sed -n '2,7s/^# \{0,1\}//p' "$0" >&2

@@ -43,12 +43,14 @@ def _declared(group: str) -> Iterator[Plugin]:
     seen = set()
     for found in metadata.distributions():
         try:
-            entries, about = found.entry_points.select(group=group), found.metadata
+            if not (entries := found.entry_points.select(group=group)):
+                continue  # most of them: their metadata need not be read
+            about = found.metadata
             name = about["Name"]
         except Exception:  # half installed, or damaged: no command of ours may fail for it
             continue
         if name and name not in seen:
-            seen.update([name] if entries else [])
+            seen.add(name)
             for entry in entries:
                 yield Plugin(entry.name, entry.value, f"{name} {about['Version']}", about["Summary"] or "")
 

@@ -71,11 +71,13 @@
     return most;
   };
   const fitted = (spec, width) => { // legends wrap, and on a telephone names take at most a part of the width
+    const rows = spec.encoding?.y?.type === "nominal" ? spec.encoding.y : null; // their names stand left of the legend
+    const room = width - (rows ? Math.min(7 * longest(rows), width < narrow ? 0.42 * width : 260) + 16 : 0);
     const names = Math.min(260, 7 * longest(spec.encoding ? { ...spec, encoding: { ...spec.encoding, y: null } } : spec)) + 40;
     return JSON.parse(JSON.stringify(spec, (key, value) => {
       if (key === "legend" && value?.columns) {
-        const columns = Math.max(1, Math.min(6, Math.floor(width / names)));
-        return { ...value, columns, labelLimit: Math.min(value.labelLimit, width / columns - 40) };
+        const columns = Math.max(1, Math.min(6, Math.floor(room / names)));
+        return { ...value, columns, labelLimit: Math.min(value.labelLimit, room / columns - 40) };
       }
       if (width < narrow && key === "labelLimit") return Math.min(value, 0.42 * width);
       if (width < narrow && key === "limit") return Math.min(value, 0.4 * width);

@@ -71,6 +71,11 @@ def test_nothing_goes_wrong_and_nothing_sticks_out(browser, report, width, schem
     charts = opened.page.locator(".plot svg")
     assert charts.count() == opened.page.locator(".plot").count() >= 5
     assert all(charts.nth(i).bounding_box()["width"] <= width for i in range(charts.count()))
+    cut = """() => [...document.querySelectorAll(".plot svg text")].filter((text) => {
+      const { left, right } = text.getBoundingClientRect();
+      return left < 0 || right > innerWidth;
+    }).map((text) => text.textContent)"""
+    assert opened.page.evaluate(cut) == [], "titles and legends are whole"
     opened.seen(f"report-{width}-{scheme}")
     opened.page.close()
 

@@ -58,11 +58,12 @@ def test_an_axis_shows_its_values_and_finds_them_again(values):
 def test_no_two_labels_overlap_at_any_width(points):
     x, y = Axis.of(a for a, _ in points), Axis.of(b for _, b in points)
     height = height_for(len(points), 320)
-    placed = labels([(str(i), a, b) for i, (a, b) in enumerate(points)], x, y, height)
+    placed = labels([(str(i), a, b) for i, (a, b) in enumerate(points)], x, y, height, points[::2])
     pixels = sorted(y.share(label["at"]) * height for label in placed)
     assert all(b - a >= GAP - 1e-3 for a, b in itertools.pairwise(pixels)), "each has a line of its own"
     assert pixels[0] >= GAP / 2 - 1e-3 and pixels[-1] <= height - GAP / 2 + 1e-3
     assert all(label["left"] == (x.share(label["x"]) > 0.5) for label in placed)
+    assert all(label["moved"] or label["at"] > label["y"] for label in placed[::2]), "no line goes through it"
 
 
 def test_a_chart_draws_a_line_to_a_label_that_moved():

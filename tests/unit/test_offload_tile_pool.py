@@ -66,6 +66,20 @@ def values(pool, *size):
     return torch.randn(*size).to(getattr(torch, pool.dtype))
 
 
+def test_a_late_thread_may_read_another_tile_and_writes_nowhere_else(pools):
+    """Its slot has other bytes by then; what it makes of them is thrown away."""
+    rows, columns = 64, 2 * CHUNK // PANEL
+    x = torch.zeros(300, columns, dtype=pools[5].torch_dtype)
+    for _ in range(4):
+        other = torch.randint(256, (EXACT12.matrix_bytes(rows, columns),), dtype=torch.uint8)
+        out = torch.full((len(x) + 2, rows), 7, dtype=x.dtype)
+        product = pools[5].product(x)
+        product.add(PanelTiles([EXACT12], [other], [rows], columns, False), None, out[1:-1])
+        product.close()
+        pools[5].settle()
+        assert (out[[0, -1]] == 7).all()
+
+
 @given(
     st.sampled_from([1, 2, 5]),
     st.integers(0, 40) | st.sampled_from([256, 257, 300]),

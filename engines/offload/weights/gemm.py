@@ -106,10 +106,12 @@ def choose_gemm(
     among = (stored, _tile_size(hidden), offered, kernels.threads)
     chosen = choices.get(*among)
     kept = [candidate for candidate in candidates if candidate.label == chosen] or candidates
-    seconds, few = (
-        _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden, rows) for candidate in kept])
-        for rows in (_ROWS, _FEW_ROWS)
-    )
+
+    def measured(rows: int) -> list[float]:
+        return _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden, rows) for candidate in kept])
+
+    seconds = measured(_ROWS)
+    few = measured(_FEW_ROWS) if len(kept) > 1 else seconds  # they only help to choose
     fastest, _, best = min(
         zip(seconds, few, kept, strict=True), key=lambda way: math.sqrt(way[0] * way[1]) * _handicap(way[2].stored)
     )

@@ -64,7 +64,9 @@ class Chunk {
       put(out + i + kPair, codes >> 4, base, widen_halves(rest_ + i + kPair));
     }
 #endif
-    for (int i = 0; i < exceptions_; ++i) out[listed_[i].at].bits = listed_[i].bits;
+    // A late thread (tile_pool.h) may read a slot that another tile has by now. What it computes then is thrown away, so
+    // it may be wrong, but whatever the bytes are nothing may be written beyond the chunk's values.
+    for (int i = 0; i < std::min<int>(exceptions_, kMost); ++i) out[listed_[i].at & (kChunk - 1)].bits = listed_[i].bits;
   }
 
  private:
@@ -106,5 +108,6 @@ class Chunk {
   uint8_t exponents_[kChunk / 2], rest_[kChunk];
 };
 static_assert(sizeof(Chunk) == 16 + kChunk / 2 * 3, "storage.py knows the size");
+static_assert((kChunk & (kChunk - 1)) == 0, "places are masked");
 
 }  // namespace

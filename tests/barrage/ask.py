@@ -77,7 +77,7 @@ def _answers(port: int, asks: Sequence[bytes]) -> list[bytes]:
         named = ask.replace(b"FILE", ids[b"FILE"]).replace(b"BATCH", ids[b"BATCH"])
         answer = _answer(port, named) if named else _ended(port, ids[b"BATCH"])
         head, _, body = answer.decode("latin-1").partition("\r\n\r\n")
-        told = body if re.search(r"application/json\b", head) else ""  # what else it sends are files as they were uploaded
+        told = body if re.search(r"application/json\b", head) else ""  # not of uploads
         status = head.partition("\r\n")[0]
         sys.stdout.write(f"{status}\n{told}\n")
         for name, pattern in ((b"FILE", rb'"id":"(file-[^"]*)"'), (b"BATCH", rb'"id":"(batch_[^"]*)"')):

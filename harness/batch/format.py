@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
 from harness.common.regular_file import parse_json
@@ -15,11 +16,16 @@ from harness.common.words import nearest
 
 #: OpenAI's limits on `n` and `top_logprobs`.
 _MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
+#: More than any object of a request has.
+_MAX_SETTINGS = 100
 
 #: Settings of OpenAI's chats with which a model calls functions.
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+#: A list of which the first wrong item is told: an error for each of millions would take gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,14 @@ class LineError(HarnessError):
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few(cls, data: Any) -> Any:
+        """There would be an error for each that is unknown."""
+        if isinstance(data, dict) and len(data) > _MAX_SETTINGS:
+            raise PydanticCustomError("too_many", "has {count} settings, more than there are", {"count": len(data)})
+        return data
+
 
 class _Text(_Strict):
     type: Literal["text"]
@@ -67,7 +81,7 @@ class _Text(_Strict):
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text]
+    content: str | Items[_Text]
 
 
 class _Schema(_Strict):
@@ -106,7 +120,7 @@ class _Body(_Strict):
     min_p: float = 0.0
     n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     ignore_eos: bool = False
     stream: Literal[False] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -115,13 +129,13 @@ class _Body(_Strict):
 
 
 class _Completion(_Body):
-    prompt: str | list[int]
+    prompt: str | Items[int]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
     echo: bool | None = None
 
 
 class _Chat(_Body):
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[Items[_Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
@@ -240,24 +254,31 @@ def require_unicode(settings: Mapping[str, Any]) -> None:
 def checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
     """`data` as a model of pydantic's, whose settings messages call by `where` and their name. Raises LineError for
     what is unknown, missing or of another type."""
+    # a misspelt key comes before the key that is missing because of it; and one of a million is told, not each
+    if (unknown := next((key for key in data if key not in kind.model_fields), None)) is not None:
+        raise LineError(_unknown(unknown, where + unknown, kind))
     try:
         return kind.model_validate(data)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_input=False)
-    # a misspelt key comes before the key that is missing because of it
     error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     key = str(error["loc"][0])
     path = where + (".".join(map(str, error["loc"])) if error["type"] != "union" else key)
-    if error["type"] == "extra_forbidden" and key in _CALLS:
-        raise LineError(f"{path}: functions are not called; ask for an answer by response_format json_schema instead")
     if error["type"] == "extra_forbidden":
-        raise LineError(f"{path} is not a known setting; {nearest(key, kind.model_fields)}")
+        raise LineError(_unknown(key, path, kind))
     if error["type"] == "missing":
         raise LineError(f"{path} is missing")
     if key in ("prompt", "stop"):
         expected = "token ids" if key == "prompt" else "strings"
         raise LineError(f"{where}{key}: expected a string or a list of {expected}")
     raise LineError(f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}")
+
+
+def _unknown(key: str, path: str, kind: type[BaseModel]) -> str:
+    """That there is no setting `path`, whose first part is `key`."""
+    if key in _CALLS:
+        return f"{path}: functions are not called; ask for an answer by response_format json_schema instead"
+    return f"{path} is not a known setting; {nearest(key, kind.model_fields)}"
 
 
 def _line(

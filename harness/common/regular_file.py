@@ -22,8 +22,11 @@ _FLAGS = {
 }
 
 
-def open_regular(path: Path, mode: Literal["rb", "rb+", "ab", "ab+", "wb"] = "rb", follow: bool = True) -> IO[bytes]:
-    """Opens a regular file, made if there is none by all modes but "rb" and "rb+". Without `follow` a link is none.
+def open_regular(
+    path: Path, mode: Literal["rb", "rb+", "ab", "ab+", "wb"] = "rb", follow: bool = True, permissions: int = 0o666
+) -> IO[bytes]:
+    """Opens a regular file, made if there is none by all modes but "rb" and "rb+", with `permissions` less the umask.
+    Without `follow` a link is none.
 
     Raises OSError, also for what is no regular file, or is to be written and may be a trap (`refuse_planted`).
     """
@@ -33,7 +36,7 @@ def open_regular(path: Path, mode: Literal["rb", "rb+", "ab", "ab+", "wb"] = "rb
         return path.open(mode)
     try:
         descriptor = os.open(
-            path, _FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), 0o666
+            path, _FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), permissions
         )
     except OSError as exc:
         if exc.errno == errno.ELOOP and path.is_symlink() and not follow:

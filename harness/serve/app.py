@@ -14,7 +14,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from harness.api import HarnessError
-from harness.batch.format import LineError, parse_object
+from harness.batch.format import LineError, parse_object, require_unicode
 from harness.serve.answers import Answer
 from harness.serve.batches import Batches, add_batch_routes, add_file_routes
 from harness.serve.bodies import whole_body
@@ -61,7 +61,8 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     async def generate(request: Request, chat: bool) -> Response:
         raw = await whole_body(request)
         number = next(numbers)
-        asked = parse(raw, chat, number << 16, served.name, served.settings.max_tokens)
+        # both in a thread: of a large body either takes seconds, in which others wait for their tokens
+        asked = await asyncio.to_thread(parse, raw, chat, number << 16, served.name, served.settings.max_tokens)
         requests = await asyncio.to_thread(requests_for, asked, served.shape, served.text, served.longest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         answer = Answer(name, asked, requests, served.name, served.text)
@@ -140,7 +141,9 @@ def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of {"prompt": TEXT}, with the special tokens that the model expects."""
         try:
-            prompt = parse_object(await whole_body(request)).get("prompt")
+            settings = parse_object(await whole_body(request))
+            require_unicode(settings)
+            prompt = settings.get("prompt")
             if not isinstance(prompt, str):
                 raise RequestError("prompt: expected a string")
             ids = served.text.encode(prompt)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from harness.common.files import os_errors, replace_with
+from harness.serve.file_store import FileId
 from harness.serve.record_folder import open_records
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled"]
@@ -42,9 +43,9 @@ class Batch:
     before. `error`: why it failed, or empty.
     """
 
-    id: str
+    id: Annotated[str, Field(pattern=r"^batch_[0-9a-f]{24}$")]  # it is part of a file's name
     endpoint: Endpoint
-    input_file_id: str
+    input_file_id: FileId
     completion_window: str
     model: str
     max_tokens: int

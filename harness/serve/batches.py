@@ -16,7 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from harness.api import HarnessError
-from harness.batch.format import LineError, checked, parse_object
+from harness.batch.format import LineError, checked, parse_object, require_unicode
 from harness.common.files import os_errors
 from harness.common.locks import locked
 from harness.serve.batch_runner import BatchRunner
@@ -35,6 +35,8 @@ _UPLOAD = {
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
     "required": ["file", "purpose"],
 }
+#: The most bytes of what asks for a batch.
+_MAX_BATCH = 1 << 20
 #: How much of an upload is copied at once.
 _PIECE = 1 << 20
 
@@ -147,7 +149,9 @@ def add_batch_routes(app: FastAPI, batches: Batches) -> None:
     @app.post("/v1/batches", openapi_extra=json_body(_NewBatch.model_json_schema()))
     async def create(request: Request) -> Response:
         try:
-            asked = checked(_NewBatch, parse_object(await whole_body(request)), "")
+            settings = parse_object(await whole_body(request, _MAX_BATCH))
+            require_unicode(settings)
+            asked = checked(_NewBatch, settings, "")
         except LineError as exc:
             raise RequestError(f"the request {exc}" if str(exc).startswith("is ") else str(exc)) from None
         file = _file(batches, asked.input_file_id)
@@ -218,7 +222,8 @@ def _page(request: Request, items: Sequence[T], described: Callable[[T], dict[st
     order, limit, after = query.get("order", "desc"), query.get("limit", str(_LISTED)), query.get("after")
     if order not in ("asc", "desc"):
         raise RequestError("order: expected asc or desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+    most = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
+    if not 1 <= most <= _MOST_LISTED:
         raise RequestError(f"limit: expected a number from 1 to {_MOST_LISTED}")
     ordered = list(items) if order == "asc" else list(reversed(items))
     if after is not None:
@@ -226,7 +231,7 @@ def _page(request: Request, items: Sequence[T], described: Callable[[T], dict[st
         if place is None:
             raise RequestError(f"after: nothing of id {after!r} is listed here")
         ordered = ordered[place + 1 :]
-    data = [described(item) for item in ordered[: int(limit)]]
+    data = [described(item) for item in ordered[:most]]
     ids = [item["id"] for item in data] or [None]
     return {
         "object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": len(ordered) > len(data),

@@ -1,7 +1,6 @@
 """Files that clients upload and fetch: content and description of each, in a folder that outlives the server."""
 
 import json
-import re
 import secrets
 import threading
 import time
@@ -9,16 +8,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Annotated, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from harness.common.files import os_errors, replace_with, replacing
 from harness.serve.record_folder import open_records
 
 Purpose = Literal["batch", "batch_output"]
 
-_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
+#: It is part of a file's name.
+FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]{24}(-output|-errors)?$")]
 _ADVICE = "free space, or choose another --files"
 
 
@@ -26,7 +26,7 @@ _ADVICE = "free space, or choose another --files"
 class StoredFile:
     """What is known of a file; `created_at` in seconds of the epoch."""
 
-    id: str
+    id: FileId
     filename: str
     purpose: Purpose
     bytes: int
@@ -65,7 +65,6 @@ class FileStore:
 
     def content(self, id_: str) -> Path:
         """Where the content of a file is."""
-        assert _ID.fullmatch(id_), id_
         return self._folder / f"{id_}.jsonl"
 
     def add(self, filename: str, purpose: Purpose, pieces: Iterable[bytes], id_: str | None = None) -> StoredFile:

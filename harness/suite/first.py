@@ -5,6 +5,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
+import yaml
+
 from harness import registry
 from harness.api import HarnessError
 from harness.common.files import os_errors
@@ -12,6 +14,7 @@ from harness.common.host_memory import free_memory
 from harness.common.surrogates import lone_surrogate
 from harness.common.units import parse_size
 from harness.suite.check import MAX_SUITE_NAME
+from harness.suite.yaml_source import UNSAFE
 
 #: Of the weights, what the limit holds: so an engine has to offload, and can. And of the free memory at most so much.
 _OF_WEIGHTS, _OF_FREE = 0.6, 0.8
@@ -46,15 +49,16 @@ _DUMMY = "  # random weights of this shape, made once; leave `weights` out to do
 def first_suite(model: str, memory: str | None, name: str) -> str:
     """The text of a suite for `model`; `name` becomes a valid one. Raises HarnessError for `memory` that is no size,
     and for a model whose name no text can hold."""
-    if lone_surrogate(model):
-        raise HarnessError(f"--model {model!a}: a suite cannot hold this name, which is not UTF-8; rename the model")
+    if lone_surrogate(model) or UNSAFE.search(model):
+        why = "is not UTF-8" if lone_surrogate(model) else "has control characters"
+        raise HarnessError(f"--model {model!a}: a suite cannot hold this name, which {why}; rename the model")
     path = Path(model).expanduser()
     shape = None if path.exists() else registry.shapes().CATALOGUE.get(model)
     weights = 2 * shape.params_total if shape else _bytes_below(path)
     free = int(_OF_FREE * free_memory())
     limit = min(free, max(_LEAST, int(_OF_WEIGHTS * weights))) if weights else free
-    if memory is not None:
-        parse_size(memory)
+    if memory is not None and not parse_size(memory):
+        raise HarnessError(f"--memory {memory}: nothing fits; give a size such as 2GiB")
     spec = {"id": str(path.absolute()) if path.exists() else model}
     spec |= {"weights": "dummy", "dtype": "bfloat16"} if shape else {}
     engines = registry.engines()
@@ -62,12 +66,18 @@ def first_suite(model: str, memory: str | None, name: str) -> str:
     rivals += _RESIDENT * (not engines["transformers"].missing() and 0 < weights < free)
     return _TEXT.format(
         schema=resources.files("harness.schema") / "suite.json",
-        name=re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", name).strip("-._")[:MAX_SUITE_NAME] or "suite",
+        name=_suite_name(name),
         model=json.dumps(spec, ensure_ascii=False),
         weights_comment=_DUMMY if shape else "",
         memory=memory or f"{limit >> 20}MiB",
         rivals=rivals,
     )
+
+
+def _suite_name(text: str) -> str:
+    """A valid name as YAML has it: in quotes where it would be a number, a date or nothing."""
+    name = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "-", text).strip("-._")[:MAX_SUITE_NAME] or "suite"
+    return name if name[0].isalpha() and yaml.safe_load(name) == name else json.dumps(name)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -23,7 +23,8 @@ MAX_KEY = 128
 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-_UNSAFE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+#: Characters that no suite may have.
+UNSAFE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML was built with it
 
 
@@ -65,7 +66,7 @@ class _Composer:
         self._label, self._positions = label, positions
         self._anchors: dict[str, Node | None] = {}  # None while the node is being built
         self._budget = MAX_NODES
-        if bad := _UNSAFE.search(text):
+        if bad := UNSAFE.search(text):
             line = text.count("\n", 0, bad.start())
             column = bad.start() - (text.rfind("\n", 0, bad.start()) + 1)
             raise HarnessError(f"{self._at(line, column)}: control character {bad.group()!a} is not allowed")
@@ -192,7 +193,7 @@ class _Composer:
 
     def _scalar(self, event: Any) -> str | int | float | bool | None:
         kind, text = self._tag(event).removeprefix(_TAG), event.value
-        if event.style == '"' and (bad := _UNSAFE.search(text)):  # written as an escape
+        if event.style == '"' and (bad := UNSAFE.search(text)):  # written as an escape
             raise self._error(event, f"control character {bad.group()!a} is not allowed")
         if kind == "str":
             return str(text)

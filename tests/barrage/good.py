@@ -2,7 +2,9 @@
 
 import functools
 import json
+import shlex
 import struct
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from harness import hardware
 
 ROOT = Path(__file__).parents[2]
+#: This interpreter, as a word of a line of sh.
+PYTHON = shlex.quote(sys.executable)
 
 SUITE = b"""\
 name: tiny

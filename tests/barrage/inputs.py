@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from tests.barrage import (
+    inputs_features,
     inputs_files,
+    inputs_http,
     inputs_models,
     inputs_options,
     inputs_programs,
@@ -14,7 +16,7 @@ from tests.barrage import (
 from tests.barrage.case import Case
 
 _KINDS = (inputs_files, inputs_options, inputs_models, inputs_prompts, inputs_records, inputs_surroundings,
-          inputs_programs)  # fmt: skip
+          inputs_programs, inputs_http, inputs_features)  # fmt: skip
 
 
 def every_case() -> Iterator[Case]:

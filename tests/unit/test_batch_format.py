@@ -1,6 +1,7 @@
 """The lines of a batch job: what they ask for where they leave something out, so that a job gives the same again."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -135,3 +136,26 @@ def test_an_answer_counts_the_prompt_once_and_the_tokens_of_all_samples() -> Non
 def test_a_body_by_itself_is_unicode_too() -> None:
     with pytest.raises(LineError, match="is not Unicode text"):
         parse_body({"prompt": "a\ud800"}, False, 1, 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"prompt": ["w"] * 30_000}, "prompt: expected a string or a list of token ids"),
+        ({"prompt": "w", "stop": [1] * 30_000}, "stop: expected a string or a list of strings"),
+        ({"messages": [{}] * 30_000}, "messages.0.role is missing"),
+        ({"prompt": "w"} | {f"k{i}": 1 for i in range(30_000)}, "k0 is not a known setting"),
+        ({"messages": [{f"k{i}": 1 for i in range(30_000)}]}, "messages.0: has 30000 settings, more than there are"),
+    ],
+    ids=["ids", "stops", "messages", "keys", "keys of a message"],
+)
+def test_of_many_errors_the_first_is_told_and_the_others_take_no_memory(line: dict[str, Any], told: str) -> None:
+    """A line has 16 MiB at most: with an error for each of its items it took gigabytes."""
+    raw = json.dumps(line).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(LineError, match=f"^{told}"):
+            parse_line(raw, 1, 16, 0)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()

@@ -50,6 +50,12 @@ def test_a_first_suite_is_valid(model, tmp_path):
     assert {cell.limits.host_memory is None for cell in suite.cells if not cell.reference} == {False}
 
 
+@pytest.mark.parametrize("name", ["1", "1e5", "0x1F", "null", "true", "2026-01-01", "...", ""])
+def test_the_name_of_a_first_suite_stays_text(name, tmp_path):
+    (tmp_path / "s.yaml").write_text(first_suite("some/hub-id", None, name))
+    assert load_suite(tmp_path / "s.yaml").name == (name.strip(".") or "suite")
+
+
 def test_a_first_suite_limits_memory_below_the_weights(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -69,12 +75,15 @@ def test_init_writes_a_suite_once(tmp_path):
     before = out.read_text()
     assert "exists; choose another place" in run("init", "--model", "x", "--out", out, code=2)
     assert "expected a size" in run("init", "--model", "x", "--out", tmp_path / "new.yaml", "--memory", "lots", code=2)
+    assert "nothing fits" in run("init", "--model", "x", "--out", tmp_path / "new.yaml", "--memory", "0GiB", code=2)
     assert out.read_text() == before and not (tmp_path / "new.yaml").exists()
 
 
 def test_a_suite_is_written_whole_or_not_at_all(tmp_path):
     told = run("init", "--model", "caf\udce9", "--out", tmp_path / "s.yaml", code=2)
     assert "is not UTF-8; rename the model" in told and len(told.splitlines()) == 1
+    told = run("init", "--model", "a\x1b[31m", "--out", tmp_path / "s.yaml", code=2)
+    assert "has control characters; rename the model" in told and len(told.splitlines()) == 1
     with pytest.raises(UnicodeEncodeError):
         write_new(tmp_path / "s.yaml", "a\ud800")
     assert not list(tmp_path.iterdir())

@@ -271,3 +271,19 @@ def test_what_a_store_cannot_go_with_is_refused(model, cache, tmp_path, limits, 
     option = {"host": 1 << 20, "disk": 1 << 20, "path": str(tmp_path)}
     with pytest.raises(kind, match=words):
         loaded(model, cache, api.HardwareLimits(**limits), policy, kv_store=option)
+
+
+@pytest.mark.parametrize("name", ["lock", "k/journal", "k/blocks"])
+@pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_refused_and_neither_waited_for_nor_read_to_no_end(tmp_path, name, put):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    put(path)
+    with pytest.raises(api.HarnessError, match=r"kv_store: .* cannot be used: (is not a regular file|Is a dir)"):
+        DiskTier(tmp_path, "k", SIZE, 10 * SIZE)
+
+
+def test_what_others_asked_is_not_readable(tmp_path):
+    tier = DiskTier(tmp_path, "k", SIZE, 10 * SIZE)
+    tier.close()
+    assert {(tmp_path / "k" / name).stat().st_mode & 0o077 for name in ("journal", "blocks")} == {0}

@@ -190,6 +190,7 @@ def test_models_tokens_health_and_the_request_s_name(port, client):
     assert client.models.retrieve("fake").owned_by == "harness"
     assert ask(port, "/tokenize", {"prompt": "hi"})[1] == {"tokens": [104, 105], "count": 2, "max_model_len": 4096}
     assert ask(port, "/tokenize", {"prompt": 1})[0].status == 400
+    assert ask(port, "/tokenize", {"prompt": "\ud800"})[0].status == 400
     for path in ("/health", "/ready"):
         assert ask(port, path, method="GET")[0].status == 200
     response, _ = ask(port, "/health", method="GET", **{"x-request-id": "mine-1"})

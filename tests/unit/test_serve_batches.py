@@ -3,7 +3,7 @@
 import json
 import resource
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import openai
 import pytest
@@ -185,11 +185,13 @@ def test_a_bad_batch_is_one_clear_error(port, client):
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"metadata": {"a": 1}}, 400, "metadata"),
         ({"metdata": {}}, 400, "did you mean 'metadata'"),
+        ({"metadata": {"a": "\ud800"}}, 400, "half of a surrogate pair"),
+        ({"\ud800": 1}, 400, "half of a surrogate pair"),
     ):
         response, answer = ask(port, "/v1/batches", {**good, **change})
         assert response.status == status and words in answer["error"]["message"], answer
     assert ask(port, "/v1/batches", b"{")[0].status == 400
-    for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
+    for query in ("limit=0", "limit=x", f"limit={10**8:09}{0:05000}", "order=up", "after=nothing"):
         assert ask(port, f"/v1/batches?{query}", method="GET")[0].status == 400
     assert ask(port, "/v1/batches/none", method="GET")[0].status == 404
     assert ask(port, "/v1/files/..%2Flock/content", method="GET")[0].status == 404
@@ -240,7 +242,7 @@ def test_a_batch_goes_on_with_the_next_server_and_not_under_another_model(tmp_pa
         client = client_of(port)
         batch = begin(client, lines)
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5)
-    other = Batch("batch_other", "/v1/completions", batch.input_file_id, "24h", "another", 5, 1)
+    other = Batch("batch_aaaaaaaaaaaaaaaaaaaaaaaa", "/v1/completions", batch.input_file_id, "24h", "another", 5, 1)
     BatchStore(tmp_path / "batches", print).put(other)
     with serving(replace(SETTINGS, max_tokens=7), tmp_path) as (port, _):
         client = client_of(port)
@@ -298,11 +300,24 @@ def test_what_a_killed_server_left_is_swept_and_what_is_not_ours_is_kept(tmp_pat
     assert "does not describe a file" in said[0]
     batches = BatchStore(tmp_path / "b", said.append)
     (tmp_path / "b" / "batch_1.json").write_text("[]")
-    batches.put(Batch("batch_2", "/v1/completions", "file-1", "24h", "fake", 5, 1, status="completed"))
-    batches.answers("batch_2").write_text("")
+    name, file = "batch_0123456789abcdef01234567", "file-0123456789abcdef01234567"
+    batches.put(Batch(name, "/v1/completions", file, "24h", "fake", 5, 1, status="completed"))
+    batches.answers(name).write_text("")
     again = BatchStore(tmp_path / "b", said.append)
-    assert [batch.id for batch in again.all()] == ["batch_2"] and not again.answers("batch_2").exists()
+    assert [batch.id for batch in again.all()] == [name] and not again.answers(name).exists()
     assert "does not describe a batch" in said[1]
+
+
+@pytest.mark.parametrize("id_", ["../../kept", "batch_" + "b" * 24, "a\0b"])
+def test_a_record_of_another_name_than_its_file_s_is_left_alone(tmp_path, id_):
+    """Its name decides which files are removed."""
+    batch = Batch(id_, "/v1/completions", "file-" + "a" * 24, "24h", "fake", 5, 1, status="completed")
+    (tmp_path / "a" / "batches").mkdir(parents=True)
+    (tmp_path / "kept.answers.jsonl").write_text("")
+    (tmp_path / "a" / "batches" / f"batch_{'a' * 24}.json").write_text(json.dumps(asdict(batch)))
+    said = []
+    assert BatchStore(tmp_path / "a" / "batches", said.append).all() == []
+    assert "does not describe a batch" in said[0] and (tmp_path / "kept.answers.jsonl").exists()
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):

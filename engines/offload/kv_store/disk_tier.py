@@ -10,18 +10,21 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from harness.api import HarnessError
 from harness.common.files import replacing
-from harness.common.system import LOCK_EX, LOCK_NB, flock
+from harness.common.locks import locked
+from harness.common.regular_file import open_regular
 
 _LOG = logging.getLogger(__name__)
 #: Block hash, slot, checksum of the block; the checksum of these follows.
 _RECORD = struct.Struct("<16sQ16s")
 _RECORD_BYTES = _RECORD.size + 4
+#: Of files that tell what somebody asked.
+_PRIVATE = 0o600
 #: A journal is rewritten when it has so many records beside those that count.
 _STALE = 1024
 
@@ -42,21 +45,22 @@ class DiskTier:
         self._block_bytes = block_bytes
         #: Slot and checksum by block hash, the least recently used first.
         self._entries: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+        busy = f"kv_store: {path} is in use by another engine; give each its own path, or stop that one"
         with ExitStack() as stack:
             try:
                 folder = path / key
                 folder.mkdir(parents=True, exist_ok=True)
-                self._lock(stack)
-                self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
-                stack.callback(os.close, self._blocks)
+                stack.enter_context(locked(path / "lock", busy))
+                open_regular(folder / "blocks", "ab", False, _PRIVATE).close()
+                self._blocks = stack.enter_context(open_regular(folder / "blocks", "rb+", False)).fileno()
                 self._journal_path = folder / "journal"
                 self._replay()
-                self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-                stack.callback(os.close, self._journal)
+                journal = open_regular(self._journal_path, "ab", False, _PRIVATE)
+                self._journal = stack.enter_context(journal).fileno()
                 if os.fstat(self._blocks).st_size > self.capacity * block_bytes:
                     os.truncate(self._blocks, self.capacity * block_bytes)
             except OSError as exc:
-                raise HarnessError(f"kv_store: {path} cannot be used: {exc.strerror}") from exc
+                raise HarnessError(f"kv_store: {path} cannot be used: {exc.strerror or exc}") from exc
             self._open = stack.pop_all()
 
     def __len__(self) -> int:
@@ -108,16 +112,6 @@ class DiskTier:
         """Gives back the folder. Idempotent."""
         self._open.close()
 
-    def _lock(self, stack: ExitStack) -> None:
-        descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        stack.callback(os.close, descriptor)
-        try:
-            flock(descriptor, LOCK_EX | LOCK_NB)
-        except BlockingIOError as exc:
-            raise HarnessError(
-                f"kv_store: {self._path} is in use by another engine; give each its own path, or stop that one"
-            ) from exc
-
     def _free_slot(self) -> int:
         if self._spare:
             return self._spare.pop()
@@ -130,11 +124,15 @@ class DiskTier:
 
     def _replay(self) -> None:
         """Reads the journal, later records first in right, and rewrites it where most of it no longer counts."""
-        content = self._journal_path.read_bytes() if self._journal_path.exists() else b""
         owners: dict[int, bytes] = {}
-        for start in range(0, len(content) - _RECORD_BYTES + 1, _RECORD_BYTES):
-            fields = content[start : start + _RECORD.size]
-            if zlib.crc32(fields) != int.from_bytes(content[start + _RECORD.size : start + _RECORD_BYTES], "little"):
+        count, partial = 0, False
+        for record in self._records():
+            if len(record) < _RECORD_BYTES:
+                partial = True
+                break
+            count += 1
+            fields = record[: _RECORD.size]
+            if zlib.crc32(fields) != int.from_bytes(record[_RECORD.size :], "little"):
                 continue
             block_hash, slot, checksum = _RECORD.unpack(fields)
             if slot >= self.capacity:
@@ -147,9 +145,14 @@ class DiskTier:
             self._entries[block_hash] = (slot, checksum)
         self._next_slot = max(owners, default=-1) + 1
         self._spare = [slot for slot in range(self._next_slot) if slot not in owners]
-        count, partial = divmod(len(content), _RECORD_BYTES)
         if partial or count > len(self._entries) + _STALE:
             self._rewrite(_record(block_hash, *entry) for block_hash, entry in self._entries.items())
+
+    def _records(self) -> Iterator[bytes]:
+        """The journal's records; the last may be short."""
+        if os.path.lexists(self._journal_path):
+            with open_regular(self._journal_path, follow=False) as file:
+                yield from iter(lambda: file.read(_RECORD_BYTES), b"")
 
     def _rewrite(self, records: Iterable[bytes]) -> None:
         with replacing(self._journal_path) as file:

@@ -28,6 +28,7 @@ def _check(name: str, as_json: bool) -> bool:
     from harness.api import HarnessError
     from harness.suite.config import load_suite
     from harness.suite.shipped import find_suite
+    from reports.text import plural
 
     result: dict[str, Any]
     try:
@@ -37,7 +38,7 @@ def _check(name: str, as_json: bool) -> bool:
     else:
         launches = sum(c.repeats for c in suite.cells)
         result = {"file": name, "ok": True, "cells": len(suite.cells), "launches": launches}
-        text = f"{name}: ok, {len(suite.cells)} cells, {launches} launches"
+        text = f"{name}: ok, {plural(len(suite.cells), 'cell')}, {plural(launches, 'launch', 'launches')}"
     if as_json:
         say_json(result)
     else:

@@ -14,6 +14,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_iter, tree_map
 
+from engines.common.work_memory import CONTEXT_BYTES
 from harness.common.buffers import direct_buffer
 
 backend_registration._setup_privateuseone_for_python_backend("pretend")
@@ -222,6 +223,7 @@ class Pretend:
         self.pinned_bytes = 0
         self.besides = 0
         self.partition = "pretend"
+        self.context_bytes = CONTEXT_BYTES
 
     @property
     def stream(self):

@@ -1,5 +1,10 @@
 """The CUDA device that a cell's limits give to an engine built on torch."""
 
+import importlib
+import os
+from contextlib import suppress
+from typing import Any
+
 import torch
 
 from engines.common.work_memory import CONTEXT_BYTES
@@ -7,7 +12,8 @@ from harness.api import HardwareLimits, UnsupportedError
 
 
 def device_budget(limits: HardwareLimits) -> int | None:
-    """Caps torch's allocator in this process and returns the cap in bytes: `limits.device_memory` less CUDA's context.
+    """Caps torch's allocator in this process and returns the cap in bytes: `limits.device_memory` less what
+    CUDA itself takes.
 
     None where the cell has no device. Raises UnsupportedError where the machine has no CUDA device, or a smaller one.
     """
@@ -24,6 +30,24 @@ def device_budget(limits: HardwareLimits) -> int | None:
             f"limits.device_memory is {limits.device_memory / 2**20:.0f} MiB, the device has {whole / 2**20:.0f} MiB: "
             "lower the limit"
         )
-    budget = max(0, limits.device_memory - CONTEXT_BYTES)
+    budget = max(0, limits.device_memory - context_bytes())
     torch.cuda.set_per_process_memory_fraction(budget / whole)
     return budget
+
+
+def context_bytes() -> int:
+    """Bytes of the device that CUDA's context and libraries hold for this process, outside torch's allocator.
+
+    As NVML counts them once a product has run, 750 MiB of an H200; CONTEXT_BYTES at least, and where NVML does not tell.
+    """
+    half = torch.ones(16, 16, dtype=torch.float16, device="cuda")
+    torch.mm(half, half)
+    torch.cuda.synchronize()
+    held = 0
+    with suppress(Exception):  # no NVML, or one that does not know this process by its number
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        device = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        own = [each for each in nvml.nvmlDeviceGetComputeRunningProcesses(device) if each.pid == os.getpid()]
+        held = int(own[0].usedGpuMemory) - torch.cuda.memory_reserved()
+    return max(CONTEXT_BYTES, held)

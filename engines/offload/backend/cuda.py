@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
+from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement, free_disk
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
@@ -103,9 +104,10 @@ class CudaBackend(Backend):
         assert limits.device_memory is not None
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
         self._request = request
+        device = limits.device_memory - (self.device.context_bytes - CONTEXT_BYTES)
         rates = self._rates(way) if self._load.policy.cache is None else None
         disk = math.inf if rates is None else free_disk(self._load.job, unwritten)
-        self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host, rates, disk)
+        self._plan = plan_device_memory(request, self._load.policy, device, host, rates, disk)
         return self._plan
 
     def _rates(self, way: gemm.GemmBackend) -> PassRates | None:

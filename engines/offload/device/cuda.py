@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engines.common.cuda_device import device_budget
+from engines.common.cuda_device import context_bytes, device_budget
 from engines.offload.device.protocol import Accelerator
 from engines.offload.memory.layout import ALIGN
 from harness.api import HardwareLimits, UnsupportedError, first_line
@@ -44,6 +44,7 @@ class Cuda:
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
         torch.cuda.reset_peak_memory_stats()
+        self.context_bytes = context_bytes()
 
     def close(self) -> None:
         """Returns unused pinned memory and device memory to the system."""

@@ -52,10 +52,12 @@ class Accelerator(Device, Clock, Protocol):
     """A device with memory and a clock of its own. A thread's work goes to its compute stream, copies go to streams of
     their own.
 
-    `partition` says how the stream of `run_async` is set apart, empty where it is not.
+    `partition` says how the stream of `run_async` is set apart, empty where it is not. `context_bytes`: what the device
+    holds for this process outside the allocator.
     """
 
     partition: str
+    context_bytes: int
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""

@@ -38,7 +38,8 @@ def device_budget(limits: HardwareLimits) -> int | None:
 def context_bytes() -> int:
     """Bytes of the device that CUDA's context and libraries hold for this process, outside torch's allocator.
 
-    As NVML counts them once a product has run, 750 MiB of an H200; CONTEXT_BYTES at least, and where NVML does not tell.
+    As NVML counts them once a product has run (750 MiB of an H200); at least CONTEXT_BYTES, and these where NVML does
+    not tell.
     """
     half = torch.ones(16, 16, dtype=torch.float16, device="cuda")
     torch.mm(half, half)

@@ -20,13 +20,13 @@ class _NVML:
     def __init__(self, *processes):
         self._processes = [types.SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in processes]
 
-    def nvmlInit(self):  # noqa: N802
+    def nvmlInit(self):
         pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         return {"GPU-abc": "device"}[uuid]
 
-    def nvmlDeviceGetComputeRunningProcesses(self, device):  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, device):
         return {"device": self._processes}[device]
 
 
@@ -43,7 +43,11 @@ class _NVML:
 def test_the_context_counts_as_a_part_of_the_limit(nvml, expected, monkeypatch):
     """The allocator gets what is left, as a part of the whole device."""
     ones, parts = torch.ones, []
-    monkeypatch.setattr(torch, "ones", lambda *shape, device, **kwargs: ones(*shape, **kwargs))
+
+    def ones_here(*shape, device, dtype):
+        return ones(*shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "ones", ones_here)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * MIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

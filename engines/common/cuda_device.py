@@ -3,6 +3,7 @@
 import importlib
 import os
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from harness.api import HardwareLimits, UnsupportedError
 
 
 def device_budget(limits: HardwareLimits) -> int | None:
-    """Caps torch's allocator in this process and returns the cap in bytes: `limits.device_memory` less what
-    CUDA itself takes.
+    """Caps torch's allocator in this process and returns the cap in bytes: `limits.device_memory` less
+    `context_bytes`.
 
     None where the cell has no device. Raises UnsupportedError where the machine has no CUDA device, or a smaller one.
     """
@@ -35,8 +36,10 @@ def device_budget(limits: HardwareLimits) -> int | None:
     return budget
 
 
+@cache
 def context_bytes() -> int:
-    """Bytes of the device that CUDA's context and libraries hold for this process, outside torch's allocator.
+    """Bytes of the device that CUDA's context and libraries hold for this process, outside torch's allocator. Measured
+    once, so that the allocator's cap and memory plans count with the same.
 
     As NVML counts them once a product has run (750 MiB of an H200); at least CONTEXT_BYTES, and these where NVML does
     not tell.

@@ -55,5 +55,6 @@ def test_the_context_counts_as_a_part_of_the_limit(nvml, expected, monkeypatch):
     properties = types.SimpleNamespace(uuid="abc", total_memory=16_000 * MIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(cuda_device, "context_bytes", cuda_device.context_bytes.__wrapped__)
     assert cuda_device.device_budget(api.HardwareLimits(device_memory=4000 * MIB)) == 4000 * MIB - expected
     assert parts == [pytest.approx((4000 * MIB - expected) / (16_000 * MIB))]

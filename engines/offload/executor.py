@@ -19,6 +19,7 @@ from engines.offload.model.activation_offload import pause
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_ops import Op, pass_ops
 from engines.offload.running_batch import Attending, RunningBatch
+from engines.offload.weights.host_experts import AddExperts, Mixture, RoutedRows
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, ResidentRun, resident_runs
 from harness.api import HarnessError
 
@@ -48,7 +49,11 @@ class Executor:
         rows = {matrix.name: matrix.rows for matrix in matrices}
         #: By the first matrix, the outputs of all that are multiplied together.
         self._outputs = {join[0]: [rows[name] for name in join] for join in loaded.meta_model.joins}
-        self._experts = ExpertRouting(loaded.expert_usage, loaded.plan.sequences, loaded.stream, loaded.expert_counts)
+        self._host_experts = loaded.host_experts
+        split = None if loaded.host_experts is None else loaded.host_experts.split
+        self._experts = ExpertRouting(
+            loaded.expert_usage, loaded.plan.sequences, loaded.stream, loaded.expert_counts, split
+        )
         self._batches = 0  # of the pass that runs
         self._product: JointGemm | None = None  # that runs
         self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
@@ -215,7 +220,16 @@ class Executor:
             pause()  # all batches launch before the first one waits
         return task.wait()
 
-    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
-        """Records which experts a batch will need, before it needs the first."""
-        self._experts.route(mixture, rows, tokens)
-        return [expert for expert, count in enumerate(rows) if count]
+    def route_experts(self, mixture: Mixture, routed: RoutedRows) -> tuple[Sequence[int], AddExperts | None]:
+        """See Weights.route_experts."""
+        here, on_host = self._experts.route(mixture.name, routed.counts, routed.tokens)
+        if not on_host or self._host_experts is None:
+            return here, None
+        task = self._host_experts.launch(mixture, on_host, routed)
+
+        def add(out: torch.Tensor) -> None:
+            if self._batches > 1:
+                pause()  # all batches launch before the first one waits
+            task.add_to(out)
+
+        return here, add

@@ -18,6 +18,7 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
+from engines.offload.weights.host_experts import HostExperts
 from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
 from harness.api import EngineTrace, LoadReport, LocalModel, OffloadPolicy, OnlineStats
@@ -73,7 +74,8 @@ class LoadedModel:
     Weights: `resident` tiles (stored bytes by index) stay where they are multiplied, the others come from `stream`;
     `gemms` multiply them, by how they are stored. `overlaps`: attentions that run beside other batches' products, by
     `attention_beside`, in the order of `policy.nano_order` if it has one.
-    `expert_usage`: how often a pass needs an expert, as far as it was known; `expert_counts` counts on.
+    `host_experts`: multiplies experts on the host beside a device. `expert_usage`: how often a pass needs an expert, as
+    far as it was known; `expert_counts` counts on.
     `hadamard`: None where keys and values are not quantized. `io_compute_balance_rows`: rows at which a pass computes
     as long as its weights take to stream. `check_tables`: raises HarnessError where a mapped table was cut meanwhile.
     """
@@ -87,6 +89,7 @@ class LoadedModel:
     resident: Mapping[int, torch.Tensor]
     check_tables: Callable[[], None]
     stream: WeightStream
+    host_experts: HostExperts | None
     expert_usage: ExpertUsage
     expert_counts: KeptUsage
     gemms: Mapping[WeightStorage, GemmBackend]

@@ -1,6 +1,6 @@
 """From a model, a policy and limits to a model that is ready to run, in one line of steps for every backend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,14 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps, pass_ops, tiles_held
 from engines.offload.prefill_budget import steady_blocks
 from engines.offload.weights.convert import ConvertedCheckpoint, convert
-from engines.offload.weights.gemm import with_plain_panels
+from engines.offload.weights.gemm import GemmBackend, with_plain_panels
+from engines.offload.weights.host_experts import HostExperts
 from engines.offload.weights.kept_choices import KeptChoices
 from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
 from engines.offload.weights.torch_threads import choose_torch_threads
-from harness.api import Arithmetic, LoadReport, ModelShape, OffloadPolicy
+from harness.api import Arithmetic, Dtype, LoadReport, ModelShape, OffloadPolicy
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -66,11 +67,12 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     stack.callback(reader.close)
     streamed = [tile for tile in tiles if tile.index not in plan.resident]
     resident, ring = backend.weights(reader, streamed)
-    stream = WeightStream(streamed, ring, timeline, policy.overlap, needs.usage.likely(streamed, plan.sequences))
+    host_experts = backend.host_experts(stack)
+    likely = _copied_ahead(needs.usage, streamed, plan.sequences, host_experts)
+    stream = WeightStream(streamed, ring, timeline, policy.overlap, likely)
     stack.callback(stream.close)
     rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk  # of a batch in a pass, at most
-    pools, choices = [way.pool for way in gemms.values()], KeptChoices(host_kernels.cache)
-    torch.set_num_threads(choose_torch_threads(pools, rows, model.shape.hidden, gemm.dtype, choices))
+    torch.set_num_threads(_torch_threads(gemms.values(), rows, model.shape, gemm.dtype, host_kernels))
 
     # KV cache and activations
     cache = backend.kv_cache(throttle, stack)
@@ -115,6 +117,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         resident=resident,
         check_tables=converted.check_tables,
         stream=stream,
+        host_experts=host_experts,
         expert_usage=needs.usage,
         expert_counts=option.kept_usage,
         gemms=gemms,
@@ -128,6 +131,21 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         timeline=timeline,
         report=_report(model.shape, realised, plan, backend.placement(), gemm.arithmetic, notes),
     )
+
+
+def _copied_ahead(
+    usage: ExpertUsage, streamed: Sequence[WeightTile], rows: int, host_experts: HostExperts | None
+) -> list[int]:
+    """Indices of the tiles to read before a pass of so many rows has routed any."""
+    likely = usage.likely(streamed, rows)
+    return likely if host_experts is None else host_experts.split.to_copy(likely, rows)
+
+
+def _torch_threads(
+    ways: Iterable[GemmBackend], rows: int, shape: ModelShape, dtype: Dtype, kernels: HostKernels
+) -> int:
+    """Threads of torch's for what is beside products, in a batch of so many rows."""
+    return choose_torch_threads([way.pool for way in ways], rows, shape.hidden, dtype, KeptChoices(kernels.cache))
 
 
 def _overlaps(

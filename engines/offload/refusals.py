@@ -18,5 +18,8 @@ def refuse(policy: OffloadPolicy, limits: HardwareLimits, model: LocalModel | No
                                    "order one UG0 and one D0")  # fmt: skip
     if policy.cpu_attention and not limits.gpu:
         raise UnsupportedError("policy.cpu_attention: without a device all attention is the host's: leave it out")
+    if policy.cpu_experts and (not limits.gpu or policy.tensor > 1):
+        why = "without a device all experts are the host's" if not limits.gpu else "ranks have parts of every expert"
+        raise UnsupportedError(f"policy.cpu_experts: {why}: leave it out")
     if policy.tensor > 1:
         refuse_undivided(policy, limits, model.shape if model else None)

@@ -11,8 +11,8 @@ from harness.api import EngineTrace, TraceEvent
 from harness.common.intervals import union_length
 
 #: Lanes from top to bottom: weights, KV blocks and activations from and to disk. Attention runs inside compute; a wait
-#: is compute that stalls for a load. With a device the host may attend beside it.
-LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
+#: is compute that stalls for a load. With a device the host may attend beside it, and multiply experts.
+LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention", "host experts")
 #: Spans of the compute lane other than products: a batch runs on to its next product, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"
 #: The span of the wait lane that is no stall for a load: a rank waits for the one before it.

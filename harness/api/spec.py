@@ -39,6 +39,8 @@ class OffloadPolicy:
     The fractions of each triple (device, host, disk: wg wc wd for weights, cg cc cd for the KV cache, hg hc hd for
     activations) sum to 1; None leaves the placement to the engine. 16 bits keep the checkpoint's precision; fewer
     quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`).
+    With a device the host attends to what it holds of the KV cache (`cpu_attention`), and multiplies experts that it
+    holds (`cpu_experts`) where that ends sooner than copying them.
     `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. `compute_dtype`: int8 rounds
     activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
     arithmetic alternate. A sweep splits its batch into `nano_batches`: a number of them, a NanoOrder as text, or `auto`
@@ -64,6 +66,7 @@ class OffloadPolicy:
     weight_groups: Literal["input", "output"] = "input"
     weight_format: Literal["auto", "plain", "exact12"] = "auto"
     cpu_attention: bool = False
+    cpu_experts: bool = False
     value_sparsity: float = 1.0
     overlap: bool = True
     nano_batches: int | str = 1
@@ -276,6 +279,7 @@ class RunSpec:
             "nano_batches": 1,
             "nano_overlap": True,
             "async_scheduling": False,
+            "cpu_experts": False,
         },
         "limits": {"disk_bandwidth": None, "link_rate": None, "link_delay_s": None},
     }  # fmt: skip

@@ -22,6 +22,7 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.model.stage import Stage
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
+from engines.offload.weights.host_experts import HostExperts
 from engines.offload.weights.ring import Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import HardwareLimits, Job, LocalModel, ModelShape, OffloadPolicy
@@ -129,6 +130,10 @@ class Backend(Protocol):
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the
         `streamed` ones, which `reader` will fill."""
+
+    def host_experts(self, stack: ExitStack) -> HostExperts | None:
+        """What multiplies experts on the host beside a device, of the weights that were loaded, until `stack` closes
+        it; None for nothing."""
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         """Allocates the planned KV cache; `stack` closes what it opens."""

@@ -35,6 +35,7 @@ from engines.offload.model.kept_activations import LowerActivations
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
+from engines.offload.weights.host_experts import HostExperts
 from engines.offload.weights.pass_rates import disk_rates
 from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
@@ -63,6 +64,7 @@ class CudaBackend(Backend):
         self.kernels: DeviceKernels = kernels or DeviceKernels()
         self.tile_values = tile_values(load.model.shape)
         self._host_attention: HostAttention | None = None
+        self._host_experts: HostExperts | None = None
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> list[Gemms]:
         """In twelve bits only where the policy says so: no device has measured yet what that costs."""
@@ -129,7 +131,21 @@ class CudaBackend(Backend):
             start += tiles[i].span
             self.device.copy([(resident[i], reader.load(tiles[i], staging[0]))]).synchronize()
         pinned = {i: reader.load(tiles[i], self._pinned.take(tiles[i].span)) for i in sorted(plan.pinned)}
+        self._held_on_host = pinned
         return resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging)
+
+    def host_experts(self, stack: ExitStack) -> HostExperts | None:
+        if not self._load.policy.cpu_experts:
+            return None
+        tiles, usage, shape = self._request.tiles, self._request.usage, self._request.shape
+        dtype = self._load.policy.float_dtype("offload on a device", self._load.model.dtype)
+        stored = dict.fromkeys(tile.stored for tile in tiles if tile.matrix in usage.experts)
+        ways = {how: gemm.in_place_gemm(how, shape.hidden, dtype, self._host_kernels) for how in stored}
+        self._host_experts = HostExperts(
+            tiles, self._plan.resident, self._held_on_host, usage, ways, self.device, self.timeline
+        )
+        stack.callback(self._host_experts.close)
+        return self._host_experts
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
@@ -217,8 +233,19 @@ class CudaBackend(Backend):
         policy, notes = self._load.policy, [self._plan.note, self.kernels.note]
         if policy.nano_count > 1 and policy.nano_overlap:
             notes.append(self.device.partition)
+        if policy.cpu_experts:
+            notes.append(self._experts_note())
         if self._host_attention is not None:
             notes.append(self._host_kernels.note)
         elif policy.cpu_attention:
             notes.append("cpu_attention has nothing to do: all keys and values are on the device")
         return notes
+
+    def _experts_note(self) -> str:
+        """What the host multiplies of a mixture, and how fast."""
+        experts = self._host_experts
+        if experts is None or not experts.count:
+            return "cpu_experts has nothing to do: no expert is as a whole in host memory"
+        by_rows = ", ".join(f"{1e-9 / seconds:.3g} at {rows}" for rows, seconds in experts.rates.host)
+        return (f"{experts.count} experts in host memory: copied at {experts.rates.link / 1e9:.3g} GB/s or multiplied "
+                f"there, in GB/s by rows {by_rows}")  # fmt: skip

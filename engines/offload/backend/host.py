@@ -96,6 +96,9 @@ class HostBackend(Backend):
         resident = {i: reader.load(tiles[i]) for i in sorted(plan.resident)}
         return resident, HostRing(streamed, plan.slots, reader)
 
+    def host_experts(self, stack: ExitStack) -> None:
+        """None: the host is where all experts are multiplied."""
+
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None

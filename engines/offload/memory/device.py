@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
+from engines.offload.memory.expert_split import MOST_ROWS
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces, record_bytes, stage_blocks
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pass_time import JobPasses, PassRates
@@ -15,7 +16,7 @@ from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
 from engines.offload.memory.placement import SharedMemory, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
 from engines.offload.memory.planner import STEP, MemoryPlanner, summed
-from harness.api import InfeasibleError, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk: a device multiplies thousands of
 #: rows in the time that hundreds take to load their weights.
@@ -275,8 +276,26 @@ class _DevicePlanner(MemoryPlanner):
         if self._policy.activations is not None:
             rows = self._policy.block_size + self._policy.num_gpu_batches * self._activations.chunk
             values += round((1 - self._policy.activations[0]) * rows) * shape.hidden
-        transfers = 2 * values * self._request.compute_bytes
+        transfers = 2 * values * self._request.compute_bytes + self._host_experts_bytes()
         return SLACK_BYTES + transfers + pinned_bytes([span] * READERS) + wasted(self._host, span)
+
+    def _host_experts_bytes(self) -> int:
+        """Work memory of the host's products with experts: a tile in float32 and cast, the rows of a batch that go to
+        its experts and their sum, and what one expert makes of its rows."""
+        usage, shape = self._request.usage, self._request.shape
+        tiles = [tile for tile in self._request.tiles if tile.matrix in usage.experts]
+        if not self._policy.cpu_experts or not tiles:
+            return 0
+        largest_tile = max(math.prod(tile.shape) for tile in tiles)
+        outputs: dict[str, int] = {}
+        for tile in tiles:
+            outputs[tile.matrix] = max(outputs.get(tile.matrix, 0), tile.stop)
+        rows = self._activations.chunk + self._policy.gpu_batch_size
+        return (
+            largest_tile * (DTYPE_BYTES["float32"] + DTYPE_BYTES["bfloat16"])
+            + rows * shape.hidden * (2 * self._request.compute_bytes + DTYPE_BYTES["float32"])
+            + 2 * MOST_ROWS * (2 * max(outputs.values()) + shape.hidden) * DTYPE_BYTES["float32"]
+        )
 
     def _finished(self, sequences: int, kv: _KVBlocks) -> MemoryPlan:
         tiles, each = self._request.tiles, self._activations

@@ -15,6 +15,7 @@ from engines.offload.memory.tensor_shard import TensorShard
 from engines.offload.model.dry_hooks import DRY_RUN
 from engines.offload.model.stage import Stage
 from engines.offload.weights.gemm import padded_output
+from engines.offload.weights.host_experts import Mixture, RoutedRows
 from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
@@ -133,8 +134,8 @@ class DryPass:
             self.joins.append((matrix,))
         return [padded_output(x.numel() // x.shape[-1], self._outputs[matrix], x).zero_()]
 
-    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
-        return range(len(rows))
+    def route_experts(self, mixture: Mixture, routed: RoutedRows) -> tuple[Sequence[int], None]:
+        return range(len(routed.counts)), None
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         return part

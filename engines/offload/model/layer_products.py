@@ -19,6 +19,7 @@ from engines.offload.memory.tensor_shard import Role
 from engines.offload.model.build import DryPass
 from engines.offload.model.hooks import Attention
 from engines.offload.model.matrix_parts import MatrixParts
+from engines.offload.weights.host_experts import AddExperts, Mixture, RoutedRows
 from harness.api import HarnessError, UnsupportedError
 
 
@@ -31,9 +32,9 @@ class Weights(Protocol):
         """x[..., columns] times the transpose of each of the named matrices, plus its bias[outputs]: of each a new
         [rows, outputs]."""
 
-    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
-        """Which of a mixture's experts to compute, in order, where rows[e] of `tokens` rows go to expert e; called
-        before their products."""
+    def route_experts(self, mixture: Mixture, routed: RoutedRows) -> tuple[Sequence[int], AddExperts | None]:
+        """Which of a mixture's experts to ask products of, in order; called before. The others, if there are any, are
+        computed elsewhere: their outputs are to be added to the mixture's [rows, hidden]."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class LayerProducts:
     ) -> torch.Tensor:
         """The mixture for x [rows, hidden], whose row i goes to experts index[i] at the shares share[i]."""
         assert self.weights is not None
-        first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
-        own = self._parts.experts(count := len(getattr(module, first)))
-        if self._serves_logits_only(f"{path}.{first}[{own.start}]", len(x)):
+        mixture, count = _mixture(module, path)
+        own = self._parts.experts(count)
+        if self._serves_logits_only(f"{mixture.first}[{own.start}]", len(x)):
             every = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
             without_logits = every.index_fill_(0, current_batch.get().logits_indices, False)
             index = index.masked_fill(without_logits, count)  # no expert
@@ -120,13 +121,15 @@ class LayerProducts:
         chosen = index.cpu()
         rows = torch.bincount(chosen.flatten(), minlength=count + 1)[:count].tolist()
         out = torch.zeros_like(x)
-        routed = self.weights.route_experts(path, rows, int((chosen < count).any(dim=1).sum()))
-        for e in (e for e in routed if e in own):
+        tokens = int((chosen < count).any(dim=1).sum())
+        here, add_others = self.weights.route_experts(mixture, RoutedRows(x, chosen, share, rows, tokens))
+        for e in (e for e in here if e in own):
             row, place = torch.where(index == e)
-            [inner] = self._gemm([f"{path}.{first}[{e}]"], x[row], [_of(module, f"{first}_bias", e)])
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            [outer] = self._gemm([f"{path}.{second}[{e}]"], inner, [_of(module, f"{second}_bias", e)])
+            [inner] = self._gemm([f"{mixture.first}[{e}]"], x[row], [_of(mixture.first_biases, e)])
+            [outer] = self._gemm([f"{mixture.second}[{e}]"], mixture.activate(inner), [_of(mixture.second_biases, e)])
             out.index_add_(0, row, (outer * share[row, place, None]).to(out.dtype))  # some share in float32
+        if add_others is not None:
+            add_others(out)
         return self._parts.mixture(out)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -165,10 +168,17 @@ class LayerProducts:
         return len(batch.logits_indices) < len(batch.ids) == rows
 
 
-def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:
+def _mixture(module: Any, path: str) -> tuple[Mixture, int]:
+    """What transformers' module at `path` computes of each of its experts, and how many they are."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    biases = [getattr(module, f"{name}_bias", None) for name in (first, "down_proj")]
+    return Mixture(path, f"{path}.{first}", f"{path}.down_proj", activate, *biases), len(getattr(module, first))
+
+
+def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     """An expert's bias, where experts have one."""
-    stack = getattr(module, name, None)
-    return None if stack is None else stack[expert]
+    return None if biases is None else biases[expert]
 
 
 def _group(name: str) -> str:

@@ -85,9 +85,7 @@ def choose_gemm(
     Raises UnsupportedError for twelve bits where there are none.
     """
     quantizer = kernels.quantizer(stored)
-    candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
-    if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
-        candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
+    candidates = _as_stored(stored, dtypes, kernels)
     tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
     panels = panels_of(stored, exact12)
     pool = kernels.tile_pool() if panels is not None else None
@@ -118,6 +116,38 @@ def choose_gemm(
     if best.label != chosen:
         choices.keep(best.label, *among)
     return replace(best, flops=1 / fastest)
+
+
+def in_place_gemm(stored: WeightStorage, hidden: int, dtype: Dtype, kernels: HostKernels) -> GemmBackend:
+    """The host's fastest GEMM of few rows for weights about `hidden` wide that are `stored` so for a device, which
+    computes in `dtype`: as kept in the cache, or measured and kept.
+
+    Raises UnsupportedError for panels where the compiled kernels are missing.
+    """
+    if isinstance(stored, Panels):
+        if (pool := kernels.tile_pool()) is None:
+            raise UnsupportedError(f"policy.cpu_experts: weights in panels need compiled kernels; {kernels.note}")
+        return GemmBackend(stored.name, pool.dtype, pool.gemm(stored), 0, stored, pool=pool)
+    candidates = _as_stored(stored, sorted({"float32", dtype} - {"float16"}), kernels)
+    choices, among = KeptChoices(kernels.cache), ("in place", stored, _tile_size(hidden), dtype, kernels.threads)
+    kept = choices.get(*among)
+    for candidate in candidates:
+        if candidate.label == kept:
+            return candidate
+    tiles = _tiles(stored, kernels.quantizer(stored).pack, hidden)
+    seconds = _seconds_per_flop([_Trial(candidate, tiles, hidden, _FEW_ROWS) for candidate in candidates])
+    best = candidates[seconds.index(min(seconds))]
+    choices.keep(best.label, *among)
+    return best
+
+
+def _as_stored(stored: Storage, dtypes: Sequence[Dtype], kernels: HostKernels) -> list[GemmBackend]:
+    """The host's ways to multiply weights that are `stored` so, without converting them first."""
+    quantizer = kernels.quantizer(stored)
+    ways = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
+    if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
+        ways.append(GemmBackend("kernel", "float32", compiled, 0, stored))
+    return ways
 
 
 def _handicap(stored: WeightStorage) -> float:

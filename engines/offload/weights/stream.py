@@ -107,6 +107,11 @@ class WeightStream:
         """Whether `next` would not wait."""
         return self._taken in self._ready
 
+    def has_begun(self, index: int) -> bool:
+        """Whether a tile of this pass that is not due yet is in the ring, or on its way there."""
+        with self._lock:
+            return self._taken // len(self.tiles) * len(self.tiles) + self._position[index] in self._slot
+
     def release(self) -> None:
         """Frees the slot of the oldest tile that is held."""
         with self._lock:

@@ -1,0 +1,274 @@
+"""Experts that the host multiplies beside a device: which ones, and that answers are transformers' own."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.offload.memory.expert_split import (
+    MOST_ROWS,
+    ExpertRates,
+    ExpertSplit,
+    RoutedExpert,
+    for_host,
+    held_experts,
+)
+from engines.offload.memory.expert_usage import ExpertUsage
+from engines.offload.memory.layout import Matrix, tiles_of
+from engines.offload.memory.storage import Plain
+from engines.offload.refusals import refuse
+from engines.offload.weights.host_experts import HostExperts
+from harness.api import HardwareLimits, HarnessError, OffloadPolicy, UnsupportedError
+from tests.offload import all_greedy, answers, prepare, requests_of, save
+from tests.unit.test_expert_usage import route_by
+from tests.unit.test_offload_architectures import MODELS
+from tests.unit.test_offload_device import load
+
+RATES = ExpertRates(link=1000.0, host=[(1, 0.0005), (4, 0.001), (16, 0.004)])
+
+
+def finished(chosen, offered, rates, link_s, host_s):
+    """When link and host are both done, if the host multiplies those `chosen`."""
+    for each in offered:
+        if each in chosen:
+            host_s += rates.host_s(each.nbytes, each.rows)
+        else:
+            link_s += rates.copy_s(each.nbytes)
+    return max(link_s, host_s)
+
+
+def test_the_hosts_seconds_are_those_measured_and_between_and_beyond_them():
+    assert [RATES.host_s(1000, rows) for rows in (1, 4, 16)] == pytest.approx([0.5, 1.0, 4.0])
+    assert RATES.host_s(1000, 10) == pytest.approx(2.5)  # halfway from 4 rows to 16
+    assert RATES.host_s(1000, 32) == pytest.approx(8.0)
+    assert RATES.host_s(2000, 4) == 2 * RATES.host_s(1000, 4)
+    assert RATES.copy_s(500) == 0.5
+
+
+@given(
+    rows=st.lists(st.integers(1, 40), max_size=7),
+    link_s=st.floats(0, 5),
+    host_s=st.floats(0, 5),
+    nbytes=st.integers(1, 2000),
+)
+def test_no_other_division_of_equal_experts_ends_sooner(rows, link_s, host_s, nbytes):
+    offered = [RoutedExpert(e, count, nbytes) for e, count in enumerate(rows)]
+    found = for_host(offered, RATES, link_s, host_s)
+    every = itertools.chain.from_iterable(itertools.combinations(offered, n) for n in range(len(rows) + 1))
+    soonest = min(finished(some, offered, RATES, link_s, host_s) for some in every)
+    assert finished(found, offered, RATES, link_s, host_s) == pytest.approx(soonest)
+
+
+def chosen(offered, **busy):
+    return [each.expert for each in for_host(offered, RATES, **busy)]
+
+
+def test_nothing_goes_to_the_host_without_a_gain_and_the_fewest_rows_go_first():
+    few = [RoutedExpert(e, rows, 1000) for e, rows in enumerate((9, 1, 4))]
+    assert chosen(few) == [1, 2]  # 1.5 s there, 1 s of copies
+    assert chosen(few, host_s=3.0) == []
+    assert chosen(few, link_s=5.0) == [1, 2, 0]
+    assert chosen([]) == []
+
+
+def test_experts_of_very_many_rows_are_copied():
+    fast = ExpertRates(link=1.0, host=[(1, 1e-9)])
+    offered = [RoutedExpert(0, MOST_ROWS, 100), RoutedExpert(1, MOST_ROWS + 1, 100)]
+    assert [each.expert for each in for_host(offered, fast)] == [0]
+
+
+def split_of(experts=3, on_disk=(), resident=(), rates=RATES):
+    """Of a layer with a dense matrix of 4,096 bytes and experts of as many each."""
+    matrices = [Matrix("l.dense", 16, 64, "l")]
+    matrices += [Matrix("l.mix.up", 16, 64, "l", expert=e) for e in range(experts)]
+    tiles = tiles_of(matrices, [Plain("float32")] * len(matrices))
+    usage = ExpertUsage({m.name: ("l.mix", m.expert) for m in matrices if m.expert is not None}, 1 / experts)
+    of = {e: [tile.index for tile in tiles if tile.matrix == f"l.mix.up[{e}]"] for e in range(experts)}
+    below = {i for e in on_disk for i in of[e]}
+    held = held_experts(tiles, {tile.index for tile in tiles} - below, usage)
+    streamed = [tile for tile in tiles if tile.index not in {i for e in resident for i in of[e]}]
+    return ExpertSplit(held, streamed, usage, rates), of
+
+
+def never(index):
+    return False
+
+
+def test_what_was_asked_of_the_device_or_is_on_its_way_is_not_multiplied_twice():
+    split, of = split_of()  # an expert takes the host 2.0 s, and the link 4.1, as does the dense matrix
+    assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], never) == [0, 1, 2]
+    split.begin_pass()
+    assert split.choose("l.mix", [1, 1, 1], [0, 5, 0], never) == [0, 2]
+    split.begin_pass()
+    assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], set(of[2]).__contains__) == [0, 1]
+    split.begin_pass()
+    assert split.choose("l.mix", [0, 1, 0], [0, 0, 0], never) == [1]
+    assert split.choose("m.mix", [1, 1], [0, 0], never) == []
+
+
+def test_the_host_is_as_busy_as_earlier_batches_of_a_pass_made_it():
+    split, _ = split_of()
+    first = split.choose("l.mix", [1, 1, 1], [0, 0, 0], never)
+    second = split.choose("l.mix", [1, 1, 1], [0, 0, 0], never)
+    assert len(second) < len(first)
+    split.begin_pass()
+    assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], never) == first
+
+
+def test_experts_on_disk_or_on_the_device_are_not_the_hosts():
+    split, _ = split_of(on_disk=[0], resident=[1])
+    assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], never) == [2]
+
+
+def test_what_the_host_is_expected_to_multiply_is_not_copied_ahead():
+    split, of = split_of(experts=8)
+    every = sorted(i for tiles in of.values() for i in tiles)
+    ahead = split.to_copy([0, *every], 8)
+    assert 0 in ahead
+    assert set(ahead) < {0, *every}
+    chosen = split.choose("l.mix", [1] * 8, [0] * 8, set(ahead).__contains__)
+    assert {i for e in chosen for i in of[e]} == set(every) - set(ahead)
+    slow, _ = split_of(experts=8, rates=ExpertRates(1e9, [(1, 1.0)]))
+    assert slow.to_copy([0, *every], 8) == [0, *every]
+
+
+def rates(monkeypatch, **found):
+    monkeypatch.setattr(HostExperts, "_measured", lambda self, some: ExpertRates(**found))
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """The host counts as far faster than the link, so that it gets every expert that it may have."""
+    rates(monkeypatch, link=1.0, host=[(1, 1e-9), (1000, 1e-9)])
+
+
+@pytest.fixture
+def alike(monkeypatch):
+    """The host multiplies one row as fast as the link copies the weights."""
+    rates(monkeypatch, link=1.0, host=[(1, 1.0), (1000, 1000.0)])
+
+
+def model_of(tmp_path, name, dtype=torch.float32):
+    kind, config = MODELS[name]
+    folder = save(tmp_path / name, kind, dtype, **config)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return prepare(folder), module.eval()
+
+
+def multiplied(engine):
+    return engine.loaded.host_experts.multiplied
+
+
+SWEEP = {"schedule": "sweep", "gpu_batch_size": 4, "weights": (0.0, 1.0, 0.0)}
+POLICIES = {
+    "sweep": SWEEP,
+    "zigzag": {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "weights": (0.0, 1.0, 0.0)},
+    "nano": {"schedule": "sweep", "gpu_batch_size": 4, "nano_batches": 2, "weights": (0.2, 0.4, 0.4)},
+    "attention": SWEEP | {"cpu_attention": True, "cache": (0.0, 1.0, 0.0), "nano_batches": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), [
+    ("mixtral", "sweep"), ("mixtral", "zigzag"), ("qwen3-moe", "nano"), ("olmoe", "zigzag"), ("gpt-oss", "sweep"),
+    ("gpt-oss", "nano"), ("mixtral", "attention"),
+])  # fmt: skip
+def test_answers_are_transformers_own_if_the_host_multiplies(name, policy, tmp_path, cache, fast):
+    model, reference = model_of(tmp_path, name)
+    requests = requests_of(5, 4)
+    engine, report, _ = load(model, cache, cpu_experts=True, **POLICIES[policy])
+    tokens = answers(engine, requests)
+    assert report.policy.cpu_experts
+    assert multiplied(engine)
+    engine.close()
+    assert all_greedy(reference, requests, tokens)
+
+
+@pytest.mark.parametrize("policy", ["sweep", "zigzag"])
+def test_answers_are_transformers_own_if_both_do(policy, tmp_path, cache, alike):
+    model, reference = model_of(tmp_path, "olmoe")
+    requests = requests_of(6, 4)
+    engine, _, _ = load(model, cache, cpu_experts=True, **POLICIES[policy])
+    tokens = answers(engine, requests)
+    stats, found = engine.stats(), multiplied(engine)
+    engine.close()
+    used = sum(sum(counts.used) for counts in stats.experts.values())
+    assert 0 < found < used * POLICIES[policy].get("num_gpu_batches", 1)
+    assert all_greedy(reference, requests, tokens)
+    plain, _, _ = load(model, cache, **POLICIES[policy])
+    assert answers(plain, requests) == tokens
+    assert plain.stats().experts == stats.experts, "experts are counted whoever multiplies them"
+    assert stats.weight_bytes_read < plain.stats().weight_bytes_read
+    plain.close()
+
+
+@pytest.mark.parametrize("changes", [
+    {"weight_bits": 4, "group_size": 32}, {"weight_bits": 8, "group_size": 32, "weight_groups": "output"},
+    {"compute_dtype": "bfloat16"}, {"compute_dtype": "bfloat16", "weight_format": "exact12"},
+], ids=["bits4", "bits8", "bfloat16", "exact12"])  # fmt: skip
+def test_weights_are_multiplied_as_they_are_stored_for_the_device(changes, tmp_path, cache, fast):
+    in_bfloat16 = "compute_dtype" in changes
+    model, _ = model_of(tmp_path, "mixtral", torch.bfloat16 if in_bfloat16 else torch.float32)
+    pairs, found = [((5, 6, 7, 8), (9, 10, 11)), ((12, 13), (14, 15, 16, 17))], []
+    for cpu_experts in (False, True):
+        engine, _, _ = load(model, cache, cpu_experts=cpu_experts, **SWEEP | changes)
+        found.append([score.logprob for score in engine.score(pairs)])
+        assert not cpu_experts or multiplied(engine)
+        engine.close()
+    assert found[1] == pytest.approx(found[0], rel=0.02 if in_bfloat16 else 1e-4)
+
+
+def test_an_expert_that_nobody_chooses_is_neither_copied_nor_multiplied(tmp_path, cache, fast):
+    kind, config = MODELS["mixtral"]
+    folder = route_by(save(tmp_path / "m", kind, **config | {"num_experts_per_tok": 1}), [0.0] * 4)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    requests = requests_of(4, 3)
+    engine, _, _ = load(prepare(folder), cache, cpu_experts=True, **SWEEP)
+    tokens = answers(engine, requests)
+    counted = engine.stats().experts.values()
+    assert 0 < multiplied(engine) <= sum(sum(counts.used) for counts in counted)
+    assert all(sum(rows > 0 for rows in counts.rows) == 1 for counts in counted)
+    engine.close()
+    assert all_greedy(reference, requests, tokens)
+
+
+def test_a_failed_product_ends_the_pass_and_the_next_one_is_right(tmp_path, cache, fast, monkeypatch):
+    model, reference = model_of(tmp_path, "mixtral")
+    requests = requests_of(8, 3)
+    engine, _, _ = load(model, cache, cpu_experts=True, **POLICIES["zigzag"])
+    with monkeypatch.context() as patch:
+
+        def fails(*args):
+            raise HarnessError("out of luck")
+
+        patch.setattr(HostExperts, "_product", fails)
+        with pytest.raises(HarnessError, match="out of luck"):
+            answers(engine, requests)
+    assert all_greedy(reference, requests, answers(engine, requests))
+    engine.close()
+
+
+def test_the_load_says_what_the_host_multiplies_and_how_fast(tmp_path, cache):
+    model, _ = model_of(tmp_path, "mixtral")
+    engine, report, _ = load(model, cache, cpu_experts=True, **SWEEP)
+    assert engine.loaded.host_experts.rates.link > 0
+    assert [rows for rows, seconds in engine.loaded.host_experts.rates.host if seconds > 0] == [1, 8, 64]
+    layers, experts = 3, 4
+    assert any(f"{layers * experts} experts in host memory: copied at" in note for note in report.notes)
+    engine.close()
+    for weights in ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0)):
+        engine, report, _ = load(model, cache, cpu_experts=True, **SWEEP | {"weights": weights})
+        assert any("cpu_experts has nothing to do" in note for note in report.notes)
+        answers(engine, requests_of(1, 1))
+        assert not multiplied(engine)
+        engine.close()
+
+
+def test_without_a_device_or_on_parts_of_experts_it_is_refused():
+    with pytest.raises(UnsupportedError, match="cpu_experts: without a device"):
+        refuse(OffloadPolicy(cpu_experts=True), HardwareLimits(), None)
+    with pytest.raises(UnsupportedError, match="cpu_experts: ranks have parts"):
+        refuse(OffloadPolicy(cpu_experts=True, tensor=2), HardwareLimits(device_memory=1 << 30), None)
+    refuse(OffloadPolicy(cpu_experts=True), HardwareLimits(device_memory=1 << 30), None)

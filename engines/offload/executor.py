@@ -63,7 +63,7 @@ class Executor:
         """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak. `meanwhile` is
         called while the last matrix is multiplied; no attention is left then."""
         self._stream.align()
-        self._experts.begin_pass(sum(len(batch.ids) for batch in batches))
+        self._experts.begin_pass(sum(len(batch.ids) for batch in batches), len(batches))
         self._batches = len(batches)
         running = [RunningBatch(self._loaded, batch) for batch in batches]
         try:

@@ -38,8 +38,8 @@ class ExpertRouting:
         self._asked: dict[str, list[int]] = {}  # rows by expert, without those that the host multiplies
         self._decided: set[str] = set()  # mixtures that all batches of this pass have routed
 
-    def begin_pass(self, rows: int) -> None:
-        """Forgets the routes of the last pass; this one has `rows` rows."""
+    def begin_pass(self, rows: int, batches: int) -> None:
+        """Forgets the routes of the last pass; this one has `rows` rows in so many batches."""
         self._counts.clear()
         self._asked.clear()
         self._decided.clear()
@@ -47,7 +47,7 @@ class ExpertRouting:
             self._split.begin_pass()
         if self._experts and rows > self._usual_rows:
             likely = self._usage.likely(self._stream.tiles, rows)
-            needed = likely if self._split is None else self._split.to_copy(likely, rows)
+            needed = likely if self._split is None else self._split.to_copy(likely, rows, batches)
             self._stream.decide(unneeded=(), needed=needed)
 
     def end_pass(self) -> None:

@@ -68,7 +68,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     streamed = [tile for tile in tiles if tile.index not in plan.resident]
     resident, ring = backend.weights(reader, streamed)
     host_experts = backend.host_experts(stack)
-    likely = _copied_ahead(needs.usage, streamed, plan.sequences, host_experts)
+    likely = _copied_ahead(needs.usage, streamed, plan.sequences, policy, host_experts)
     stream = WeightStream(streamed, ring, timeline, policy.overlap, likely)
     stack.callback(stream.close)
     rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk  # of a batch in a pass, at most
@@ -134,11 +134,11 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
 
 def _copied_ahead(
-    usage: ExpertUsage, streamed: Sequence[WeightTile], rows: int, host_experts: HostExperts | None
+    usage: ExpertUsage, streamed: Sequence[WeightTile], rows: int, policy: OffloadPolicy, host: HostExperts | None
 ) -> list[int]:
     """Indices of the tiles to read before a pass of so many rows has routed any."""
     likely = usage.likely(streamed, rows)
-    return likely if host_experts is None else host_experts.split.to_copy(likely, rows)
+    return likely if host is None else host.split.to_copy(likely, rows, policy.num_gpu_batches * policy.nano_count)
 
 
 def _torch_threads(

@@ -190,6 +190,11 @@ class ClosedFormPlanner:
         )
         return self.runnable(policy) or self._programme(policy).best(policy) or on_disk
 
+    @property
+    def divides_experts(self) -> bool:
+        """Whether the engine can have the host multiply experts beside a device."""
+        return False
+
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions as the engine realises them; None if none fit."""
         constraints, programme = self._constraints(policy), self._programme(policy)

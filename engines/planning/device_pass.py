@@ -4,7 +4,8 @@ What waits for what is as in weights/ring.py, kv_cache/lower_blocks.py and kv_ca
 from disk into a staging buffer once a slot of the ring is given up, and copied up once that slot's last product is
 done; a batch's KV blocks of a layer come up while the one before attends, and go back behind their attention. For the
 host's attention queries go down beside the device's, blocks on disk are only read, and outputs come up in the stream of
-the products. Seconds of attention and of activations are the closed form's.
+the products. Experts that the host is expected to multiply (memory/expert_split.py) are not copied; their outputs come
+up at the end of the layer. Seconds of attention and of activations are the closed form's.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from functools import cache
 
 import numpy as np
 
+from engines.offload.memory.expert_split import ExpertRates, ExpertSplit, held_experts
 from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import STAGES
 from engines.offload.memory.layout import OUTSIDE, READERS, WeightTile, matrix_spans
@@ -38,6 +40,8 @@ from engines.planning.workload import VALUE_BYTES
 ON_DEVICE, IN_MEMORY, ON_DISK = range(3)
 #: Tiles of the ring that are simulated: neighbours on one tier count as one, as a large model has thousands.
 _RING_TILES = 4
+#: Rows at which the host's rate of products with experts is taken.
+_HOST_ROWS = (1, 8, 64, 256)
 
 
 @dataclass
@@ -75,14 +79,14 @@ class DevicePass(PassWalk):
         self._tiers = tiers
         self._layers = costs.shape.num_layers
         self._overlap = costs.policy.overlap
-        self._shares = usage.row_shares()
+        self._usage, self._shares = usage, usage.row_shares()
         self._product_s = cache(self._seconds_of_product)
         self._now = 0.0  # when the device has done what was issued
         self._issued = 0.0  # up to when the calling thread had to wait for what it issues
         self._rows_ready = 0.0  # when activations that were moved are back
         # weights: the tiles in the order of their loads, when those under way arrive, and readers' buffers are free
         self._upcoming = deque(tile for tile, from_below in zip(joined, streamed, strict=True) if from_below)
-        self._arrivals: deque[float] = deque()
+        self._arrivals: deque[tuple[int, float]] = deque()  # by tile
         self._buffers: deque[float] = deque([0.0] * READERS)
         # KV blocks, by stage: when it may be overwritten, and when what it held is on disk
         self._attention: Sequence[Seconds] = ()  # by batch of this pass, of a layer
@@ -95,6 +99,15 @@ class DevicePass(PassWalk):
         self._attended = 0
         self._stage_free, self._on_disk = [0.0] * STAGES, [0.0] * STAGES
         self._beside: dict[int, float] = {}  # by batch, when the host has attended
+        #: Of each tile, the probability that this pass needs it: 1 but for experts.
+        self._needed: Sequence[float] = [1.0] * len(joined)
+        #: What the host multiplies in this pass: tiles, and its seconds by mixture.
+        self._on_host: frozenset[int] = frozenset()
+        self._host_s: dict[str, float] = {}
+        self._mixture_of = {tile.index: of[0] for tile in joined if (of := usage.experts.get(tile.matrix))}
+        self._last_of = {mixture: i for i, mixture in self._mixture_of.items()}  # a mixture's last tile
+        self._experts_done: dict[str, float] = {}  # by mixture of this pass, when the host has multiplied
+        self._row_bytes = costs.shape.hidden * VALUE_BYTES
         self._room = min(plan.slots, sum(self._sizes[tile.index] for tile in self._upcoming))  # slots of the ring
         self._fill(0.0, 0.0)
 
@@ -113,28 +126,45 @@ class DevicePass(PassWalk):
             [max(1, round(sum(getattr(work, name) for work in works))) for works in batches]
             for name in ("tokens", "logits_rows")
         )
+        self._route(sum(rows), len(rows))
         self._walk(rows, logits_rows)
         self._now = max(self._now, self._rows_ready)
         self._issued = self._now  # the next pass needs this one's tokens
         return self._now - start
 
+    def _route(self, rows: int, batches: int) -> None:
+        """Decides which experts a pass of so many rows needs, and which of them the host multiplies."""
+        if not self._usage.experts:
+            return
+        self._needed = self._usage.read_probabilities(self._tiles, rows)
+        if self._costs.policy.cpu_experts:
+            self._on_host, self._host_s = self._divided(rows, batches)
+            self._experts_done = {}
+
     def _fill(self, issued: float, done: float) -> None:
         """Begins to load what the ring has room for; the last product of what leaves it was issued and done then."""
-        while self._overlap and self._upcoming and self._sizes[self._upcoming[0].index] <= self._room:
-            self._fetch(issued, done)
+        while self._overlap and self._upcoming and self._sizes[self._next_tile().index] <= self._room:
+            self._fetch(self._next_tile(), issued, done)
 
-    def _fetch(self, issued: float, done: float) -> None:
-        """Begins to load the next tile, to slots whose last product was issued and done at these times."""
-        tile = self._upcoming[0]
-        self._upcoming.rotate(-1)
+    def _next_tile(self) -> WeightTile:
+        """The next one to load."""
+        while self._upcoming[0].index in self._on_host:
+            self._upcoming.rotate(-1)
+        return self._upcoming[0]
+
+    def _fetch(self, tile: WeightTile, issued: float, done: float) -> None:
+        """Begins to load a tile, to slots whose last product was issued and done at these times."""
+        if self._upcoming[0] is tile:  # else it was passed over, when the host was to multiply it
+            self._upcoming.rotate(-1)
         self._room -= self._sizes[tile.index]
+        needed = self._needed[tile.index]
         if self._tiers[tile.index] == ON_DISK:
             began = max(issued, self._buffers.popleft())
-            done = max(done, self.machine.run(DISK, tile.span / self._rates.profile.disk.read, began))
-        arrival = self._copy(H2D, tile.nbytes / self._rates.link.h2d, done)
+            done = max(done, self.machine.run(DISK, needed * tile.span / self._rates.profile.disk.read, began))
+        arrival = self._copy(H2D, needed * tile.nbytes / self._rates.link.h2d, done)
         if self._tiers[tile.index] == ON_DISK:
             self._buffers.append(arrival)
-        self._arrivals.append(arrival)
+        self._arrivals.append((tile.index, arrival))
         self._bring_up()
 
     def _copy(self, resource: int, seconds: float, ready: float) -> float:
@@ -142,11 +172,37 @@ class DevicePass(PassWalk):
         return self.machine.run(resource, seconds + (self._rates.link.copy_s or 0.0) if seconds else 0.0, ready)
 
     def _load(self, tile: WeightTile) -> float:
-        if not self._arrivals:  # nothing is loaded ahead, or other batches still need what the ring holds
-            self._fetch(self._now, self._now)
-        return self._arrivals.popleft()
+        loaded = bool(self._arrivals) and self._arrivals[0][0] == tile.index
+        if tile.index in self._on_host:
+            if loaded:  # for nothing
+                self._arrivals.popleft()
+                self._room += self._sizes[tile.index]
+            return self._now
+        if not loaded:  # nothing is loaded ahead, or other batches still need what the ring holds
+            self._fetch(tile, self._now, self._now)
+            return self._arrivals.pop()[1]
+        return self._arrivals.popleft()[1]
 
     def _multiply(self, tiles: Sequence[WeightTile], rows: int, arrival: float | None, is_last: bool) -> None:
+        if mixture := self._mixture_of.get(tiles[0].index):
+            self._launch_experts(mixture, rows)
+        self._multiply_here([tile for tile in tiles if tile.index not in self._on_host], rows, arrival, is_last)
+        if mixture and tiles[-1].index == self._last_of[mixture] and mixture in self._experts_done:
+            outputs = self._copy(H2D, rows * self._row_bytes / self._rates.link.h2d, self._experts_done.pop(mixture))
+            self._now = max(self._now, outputs)
+            self._issued = max(self._issued, self._now)
+
+    def _launch_experts(self, mixture: str, rows: int) -> None:
+        """The host begins with its experts, once their rows are there; nothing where it has begun."""
+        if mixture in self._experts_done or not self._host_s.get(mixture):
+            return
+        down = self._copy(D2H, rows * self._row_bytes / self._rates.link.d2h, max(self._now, self._rows_ready))
+        self._experts_done[mixture] = self.machine.run(HOST, self._host_s[mixture], down)
+
+    def _multiply_here(self, tiles: Sequence[WeightTile], rows: int, arrival: float | None, is_last: bool) -> None:
+        """Multiplies tiles on the device."""
+        if not tiles:
+            return
         start = max(self._now, self._rows_ready, arrival or 0.0)
         self._now = self.machine.run(DEVICE, sum(self._product(tile, rows) for tile in tiles), start)
         if arrival is not None:
@@ -155,9 +211,28 @@ class DevicePass(PassWalk):
                 self._room += self._sizes[tiles[0].index]
                 self._fill(self._issued, self._now)
 
+    def _divided(self, rows: int, batches: int) -> tuple[frozenset[int], dict[str, float]]:
+        """The tiles that the host multiplies in a pass of so many rows, and its seconds by mixture: by the link's rate,
+        and the host's for products with weights that come from its memory."""
+        usage = self._usage
+        expected = [
+            replace(tile, nbytes=round(tile.nbytes * p)) for tile, p in zip(self._tiles, self._needed, strict=True)
+        ]
+        held = held_experts(expected, [i for i, tier in enumerate(self._tiers) if tier == IN_MEMORY], usage)
+        streamed = [tile for tile in expected if self._tiers[tile.index] != ON_DEVICE]
+        experts = [tile for tile in self._tiles if tile.matrix in usage.experts]
+        values = sum(tile.shape[1] for tile in experts) / max(1, sum(tile.nbytes for tile in experts))
+        host = Machine(replace(self._rates.profile, device=None, link=None))
+        measured = [(n, max(1 / host.dense.bandwidth, 2 * n * values / host.flops(n))) for n in _HOST_ROWS]
+        split = ExpertSplit(held, streamed, usage, ExpertRates(self._rates.link.h2d, measured))
+        chosen = split.expected(range(len(expected)), rows, batches)
+        tiles = [tile.index for mixture, own in chosen.items() for one in own for tile in held[mixture][one.expert]]
+        return frozenset(tiles), {mixture: sum(one.host_s for one in own) for mixture, own in chosen.items()}
+
     def _product(self, tile: WeightTile, rows: int) -> float:
         bits = 16 if tile.file.startswith(OUTSIDE) else self._costs.policy.weight_bits
-        return self._product_s(tile.shape[1], bits, self._shares.get(tile.matrix, 1.0) * rows)
+        needed, own = self._needed[tile.index], self._shares.get(tile.matrix, 1.0) * rows
+        return needed * self._product_s(tile.shape[1], bits, own / needed)
 
     def _seconds_of_product(self, values: int, bits: int, rows: float) -> float:
         """The product of weights, which are dequantized once for all rows of a pass."""

@@ -43,6 +43,10 @@ class DevicePlanner(ClosedFormPlanner):
         self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if job.budget is None else job.budget)
         self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
+    @property
+    def divides_experts(self) -> bool:
+        return self.shape.params_idle > 0
+
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with the fractions of the engine's memory plan, and as many of a sweep's sequences as it runs;
         None if it does not fit."""

@@ -118,7 +118,19 @@ def search(planner: ClosedFormPlanner, space: SearchSpace, report: Report = no_r
         (name, c, _reason(c, best, name in close)) for name, c in best_by_kind.items() if c is None or c is not best
     ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
+    if best is not None and planner.divides_experts:
+        best = _with_host_experts(planner, best, space)
     return SearchResult(best, rejected)
+
+
+def _with_host_experts(planner: ClosedFormPlanner, best: Candidate, space: SearchSpace) -> Candidate:
+    """The candidate with experts multiplied by the host too, if that is predicted to be faster, else as it is."""
+    policy = planner.runnable(replace(best.policy, weights=space.base.weights, cpu_experts=True))
+    if policy is None:
+        return best
+    beside = Candidate(policy, planner.predict(policy))
+    faster = beside.prediction.throughput_tok_s > (1 + _ALIKE) * best.prediction.throughput_tok_s
+    return beside if faster and space.allows(beside.prediction) else best
 
 
 def _predicted(planner: ClosedFormPlanner, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:

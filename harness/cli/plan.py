@@ -138,7 +138,8 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
     bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
     attention = f", attention on the {'host' if policy['cpu_attention'] else 'device'}" if plan["devices"] else ""
-    say(f"  {policy['schedule']}, {batches}, {bits}{attention}")
+    experts = ", experts on both" if policy.get("cpu_experts") else ""
+    say(f"  {policy['schedule']}, {batches}, {bits}{attention}{experts}")
     if plan["stages"] > 1:
         say("  of each stage:" if plan["devices"] else "  of all stages together, and what the largest needs:")
     print_rows(list(_placement(plan)))

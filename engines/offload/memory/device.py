@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -304,7 +304,7 @@ class _DevicePlanner(MemoryPlanner):
         if self._policy.weights is not None:
             room = min(room, self._held_weights[0])
         probabilities = self._read_probabilities(sequences)
-        resident = hottest(tiles, range(len(tiles)), room, probabilities)
+        resident = hottest(tiles, range(len(tiles)), room, probabilities, self._unit)
         others = [i for i in range(len(tiles)) if i not in resident]
         if self._policy.weights is not None and self._policy.weights[2] * self._request.weight_bytes >= 1:
             # else all others, whatever is rounded
@@ -344,12 +344,17 @@ class _DevicePlanner(MemoryPlanner):
     ) -> frozenset[int]:
         """Tiles held in pinned memory: as many as fit `nbytes` and the pieces that it is allocated in."""
         while True:
-            chosen = hottest(self._request.tiles, candidates, nbytes, probabilities)
+            chosen = hottest(self._request.tiles, candidates, nbytes, probabilities, self._unit)
             attended = kv.pinned_stage * self._attended_stage_bytes
             over = self._pinned_bytes(chosen, kv) + attended - (self._host - SLACK_BYTES)
             if over <= 0 or not chosen:
                 return chosen
             nbytes = max(0, nbytes - over - self._request.largest_tile)
+
+    def _unit(self, index: int) -> Hashable:
+        """What is placed as a whole: an expert that the host may multiply, else each tile."""
+        matrix = self._request.tiles[index].matrix
+        return self._request.usage.experts.get(matrix, index) if self._policy.cpu_experts else index
 
     def _pinned_bytes(self, chosen: frozenset[int], kv: _KVBlocks) -> int:
         """Bytes of the pinned pieces that hold these tiles and the KV blocks."""

@@ -1,6 +1,7 @@
 """The memory planner's input and output: what a job needs (MemoryRequest) and where all of it goes (MemoryPlan)."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -131,31 +132,35 @@ class MemoryPlan:
         return tokens, max(3, (self.activation_bytes - tokens * self.row_bytes) // self.logits_bytes)
 
 
-def evenly(tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int) -> frozenset[int]:
-    """Chooses tiles of `among` that fit `nbytes`, spread over the pass so that the rest streams at a steady rate."""
-    candidates = list(among)
-    share = nbytes / max(1, sum(tiles[i].nbytes for i in candidates))
-    chosen, taken, seen = set(), 0, 0
-    for i in candidates:
-        tile = tiles[i]
-        seen += tile.nbytes
-        if taken + tile.nbytes <= share * seen:
-            chosen.add(i)
-            taken += tile.nbytes
+def evenly(
+    tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int, unit: Callable[[int], Hashable] | None = None
+) -> frozenset[int]:
+    """Chooses tiles of `among` that fit `nbytes`, spread over the pass so that the rest streams at a steady rate. Tiles
+    of one `unit` that follow each other are chosen together; None: each by itself."""
+    units = [list(alike) for _, alike in itertools.groupby(among, unit)]
+    sizes = [sum(tiles[i].nbytes for i in alike) for alike in units]
+    share = nbytes / max(1, sum(sizes))
+    chosen, taken, seen = set[int](), 0, 0
+    for alike, size in zip(units, sizes, strict=True):
+        seen += size
+        if taken + size <= share * seen:
+            chosen.update(alike)
+            taken += size
     return frozenset(chosen)
 
 
 def hottest(
-    tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int, probabilities: Sequence[float]
-) -> frozenset[int]:
+    tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int, probabilities: Sequence[float],
+    unit: Callable[[int], Hashable] | None = None,
+) -> frozenset[int]:  # fmt: skip
     """Chooses tiles of `among` that fit `nbytes`: first those that a pass reads with the highest of `probabilities`,
-    which saves most reads for their bytes. Of tiles that are about as likely they are chosen `evenly`."""
+    which saves most reads for their bytes. Of tiles that are about as likely they are chosen `evenly`, by `unit`."""
     classes: dict[int, list[int]] = {}
     for i in among:
         classes.setdefault(round(probabilities[i] * _CLASSES), []).append(i)
     chosen: frozenset[int] = frozenset()
     for _, alike in sorted(classes.items(), reverse=True):
-        more = evenly(tiles, alike, nbytes)
+        more = evenly(tiles, alike, nbytes, unit)
         nbytes -= sum(tiles[i].nbytes for i in more)
         chosen |= more
     return chosen

@@ -195,6 +195,11 @@ class ClosedFormPlanner:
         """Whether the engine can have the host multiply experts beside a device."""
         return False
 
+    def read_share(self, policy: OffloadPolicy, rows: int) -> float | None:
+        """The part of a mixture's experts, in bytes, that a pass of `rows` rows is expected to need; None where every
+        pass is taken to need all."""
+        return None
+
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions as the engine realises them; None if none fit."""
         constraints, programme = self._constraints(policy), self._programme(policy)

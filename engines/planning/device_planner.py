@@ -47,6 +47,9 @@ class DevicePlanner(ClosedFormPlanner):
     def divides_experts(self) -> bool:
         return self.shape.params_idle > 0
 
+    def read_share(self, policy: OffloadPolicy, rows: int) -> float:
+        return self.job.usage.read_share(self._tiles(policy), rows)
+
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with the fractions of the engine's memory plan, and as many of a sweep's sequences as it runs;
         None if it does not fit."""

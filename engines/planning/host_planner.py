@@ -101,9 +101,7 @@ class HostPlanner(ClosedFormPlanner):
         )
 
     def read_share(self, policy: OffloadPolicy, rows: int) -> float:
-        """The part of its experts' bytes that a pass of `rows` rows is expected to need."""
-        experts = [tile for tile in self.placed(policy).tiles if tile.matrix in self.job.usage.experts]
-        return self.job.usage.expected_bytes(experts, rows) / sum(tile.nbytes for tile in experts)
+        return self.job.usage.read_share(self.placed(policy).tiles, rows)
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
         """The machine on the policy's threads."""

@@ -274,9 +274,9 @@ def _experts(planner: ClosedFormPlanner, chosen: Candidate, source: str) -> dict
     without experts."""
     if not planner.shape.params_idle:
         return None
-    if not isinstance(planner, HostPlanner):
-        return {"usage": "all", "read": 1.0}
     read = planner.read_share(chosen.policy, chosen.prediction.together)
+    if read is None:
+        return {"usage": "all", "read": 1.0}
     if not planner.job.counts:
         return {"usage": "uniform", "read": read}
     passes = max(counts.passes for counts in planner.job.counts)

@@ -95,6 +95,11 @@ class ExpertUsage:
         probabilities = self.read_probabilities(tiles, rows)
         return sum(tile.nbytes * p for tile, p in zip(tiles, probabilities, strict=True))
 
+    def read_share(self, tiles: Sequence[WeightTile], rows: float) -> float:
+        """The part of the experts' bytes that a pass of `rows` rows is expected to need."""
+        experts = [tile for tile in tiles if tile.matrix in self.experts]
+        return self.expected_bytes(experts, rows) / sum(tile.nbytes for tile in experts)
+
     def _read_probability(self, mixture: str, expert: int, rows: float) -> float:
         counted = self.counts.get(mixture)
         if counted is None:

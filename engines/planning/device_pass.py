@@ -16,7 +16,6 @@ from functools import cache
 
 import numpy as np
 
-from engines.offload.memory.expert_split import ExpertRates, ExpertSplit, held_experts
 from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import STAGES
 from engines.offload.memory.layout import OUTSIDE, READERS, WeightTile, matrix_spans
@@ -31,17 +30,14 @@ from engines.planning.closed_form import (
     Seconds,
     SublayerCosts,
 )
+from engines.planning.expert_division import IN_MEMORY, ON_DEVICE, ON_DISK, divided
 from engines.planning.machine import Machine
 from engines.planning.pass_walk import PassWalk
 from engines.planning.virtual_machine import D2H, DEVICE, DISK, H2D, HOST, VirtualMachine
 from engines.planning.workload import VALUE_BYTES
 
-#: Where a tile is.
-ON_DEVICE, IN_MEMORY, ON_DISK = range(3)
 #: Tiles of the ring that are simulated: neighbours on one tier count as one, as a large model has thousands.
 _RING_TILES = 4
-#: Rows at which the host's rate of products with experts is taken.
-_HOST_ROWS = (1, 8, 64, 256)
 
 
 @dataclass
@@ -138,7 +134,9 @@ class DevicePass(PassWalk):
             return
         self._needed = self._usage.read_probabilities(self._tiles, rows)
         if self._costs.policy.cpu_experts:
-            self._on_host, self._host_s = self._divided(rows, batches)
+            self._on_host, self._host_s = divided(
+                self._tiles, self._tiers, self._needed, self._usage, self._rates, rows, batches
+            )
             self._experts_done = {}
 
     def _fill(self, issued: float, done: float) -> None:
@@ -210,24 +208,6 @@ class DevicePass(PassWalk):
             if is_last:
                 self._room += self._sizes[tiles[0].index]
                 self._fill(self._issued, self._now)
-
-    def _divided(self, rows: int, batches: int) -> tuple[frozenset[int], dict[str, float]]:
-        """The tiles that the host multiplies in a pass of so many rows, and its seconds by mixture: by the link's rate,
-        and the host's for products with weights that come from its memory."""
-        usage = self._usage
-        expected = [
-            replace(tile, nbytes=round(tile.nbytes * p)) for tile, p in zip(self._tiles, self._needed, strict=True)
-        ]
-        held = held_experts(expected, [i for i, tier in enumerate(self._tiers) if tier == IN_MEMORY], usage)
-        streamed = [tile for tile in expected if self._tiers[tile.index] != ON_DEVICE]
-        experts = [tile for tile in self._tiles if tile.matrix in usage.experts]
-        values = sum(tile.shape[1] for tile in experts) / max(1, sum(tile.nbytes for tile in experts))
-        host = Machine(replace(self._rates.profile, device=None, link=None))
-        measured = [(n, max(1 / host.dense.bandwidth, 2 * n * values / host.flops(n))) for n in _HOST_ROWS]
-        split = ExpertSplit(held, streamed, usage, ExpertRates(self._rates.link.h2d, measured))
-        chosen = split.expected(range(len(expected)), rows, batches)
-        tiles = [tile.index for mixture, own in chosen.items() for one in own for tile in held[mixture][one.expert]]
-        return frozenset(tiles), {mixture: sum(one.host_s for one in own) for mixture, own in chosen.items()}
 
     def _product(self, tile: WeightTile, rows: int) -> float:
         bits = 16 if tile.file.startswith(OUTSIDE) else self._costs.policy.weight_bits

@@ -142,6 +142,8 @@ def test_what_the_host_is_expected_to_multiply_is_not_copied_ahead():
     assert set(ahead) < {0, *every}
     chosen = split.choose("l.mix", [1] * 8, [0] * 8, set(ahead).__contains__)
     assert {i for e in chosen for i in of[e]} == set(every) - set(ahead)
+    below, _ = split_of(experts=4, on_disk=[0])  # the link has that one's copy to do as well: 8.2 s, the host 6.1
+    assert [each.expert for each in below.expected(range(99), 4)["l.mix"]] == [1, 2, 3]
     # in two batches of four rows each weight is read twice by the host
     assert len(split.to_copy([0, *every], 8, 2)) >= len(ahead)
     slow, _ = split_of(experts=8, rates=ExpertRates(1e9, [(1, 1.0)]))

@@ -28,6 +28,10 @@ class Connection(Protocol):
     def writable(self) -> bool:
         """Whether the client takes what it is sent."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether the client went away before its answer was whole."""
+
     def write_body(self, piece: bytes) -> None:
         """Writes a piece; drops it where the client has gone."""
 
@@ -67,6 +71,10 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
         @property
         def writable(self) -> bool:
             return not self.flow.write_paused
+
+        @property
+        def lost(self) -> bool:
+            return self.cycle.disconnected
 
         def write_body(self, piece: bytes) -> None:
             if not self.transport.is_closing():

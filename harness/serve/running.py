@@ -114,7 +114,7 @@ class Running:
         if self._failure is not None:
             self._pieces.append(f"data: {bytes(self._failed(self._failure).body).decode()}\n\n")
         await send({"type": "http.response.body", "body": self._text(), "more_body": False})
-        if self._failure is None:
+        if self._failure is None and not connection.lost:
             self._outcome = "ok"
 
     def end(self) -> None:

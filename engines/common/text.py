@@ -50,8 +50,11 @@ def _require_charsmaps(file: Path) -> None:
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """What writes text without special tokens. Where transformers adds nothing to what the tokenizer in Rust writes, that
-    one is asked: a stream decodes with every token, and transformers' checks of it take twice as long as the decoding."""
+    """What writes text without special tokens.
+
+    Where transformers adds nothing to what the tokenizer in Rust writes, that one is asked: a stream decodes with every
+    token, and transformers' checks take twice as long as the decoding.
+    """
     from transformers import TokenizersBackend
 
     if (

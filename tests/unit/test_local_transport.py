@@ -15,7 +15,7 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
 class Scripted:
-    """A server that sends each connection's script, a part at a time; `requests` are those it was sent, by connection."""
+    """A server that answers by a script, a part at a time; `requests` are those it was sent, by connection."""
 
     def __init__(self, *parts: bytes, answers: int = 1) -> None:
         self._parts, self._answers = parts, answers

@@ -3,7 +3,7 @@
 import base64
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,31 @@ def _require_charsmaps(file: Path) -> None:
             raise ValueError(f"its {_CHARSMAP} is cut off")
 
 
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What writes text without special tokens.
+
+    Where transformers adds nothing to what the tokenizer in Rust writes, that one is asked: a stream decodes with every
+    token, and transformers' checks take twice as long as the decoding.
+    """
+    from transformers import TokenizersBackend
+
+    if (
+        isinstance(tokenizer, TokenizersBackend)
+        and type(tokenizer).decode is TokenizersBackend.decode
+        and type(tokenizer)._decode is TokenizersBackend._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        rust = tokenizer.backend_tokenizer
+        return lambda tokens: str(rust.decode(tokens, skip_special_tokens=True))
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
 class Text:
     """A model's tokenizer. Raises HarnessError (UnsupportedError where the folder has none)."""
 
     def __init__(self, model: LocalModel) -> None:
         self._tokenizer = load_tokenizer(Path(model.path), "text needs one")
+        self._decode = _decoder(self._tokenizer)
         self._vocab = model.shape.vocab
         self._chat_template: ChatTemplate | None = None  # from the first chat on
         self._one_chat = threading.Lock()  # a server encodes in many threads, and one process renders
@@ -106,7 +126,7 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens such as the end of sequence."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return self._decode(list(tokens))
 
     def token(self, token: int) -> str:
         """A token's text as it reads inside a sequence, or its vocabulary entry where it is part of a character."""

@@ -15,7 +15,7 @@ _SEEDS = 1 << 64
 _PART = "\ufffd"
 #: Of a text that grows, so many tokens are decoded again with each new one before the first of them are left out; and
 #: so many of the rest still are, since what a decoder writes for a token may depend on its neighbours.
-_WINDOW, _CONTEXT = 32, 8
+_WINDOW, _CONTEXT = 8, 8
 
 
 def requests_of(line: BatchLine, shape: ModelShape, text: Text | None) -> tuple[GenerationRequest, ...]:

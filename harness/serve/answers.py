@@ -13,6 +13,8 @@ from harness.batch.texts import GrowingText, echo_of, generated_text
 from harness.serve.requests import Asked
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+#: Stands for a piece of text in a chunk that is prepared; nothing else of a chunk has it.
+_PIECE = "\0piece\0"
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Answer:
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         self._head = _encode(head).removesuffix("}")  # of every chunk
+        self._around: dict[int, list[str]] = {}  # by the choice, what is the same in the chunks of all its tokens
 
     @property
     def done(self) -> bool:
@@ -71,19 +74,22 @@ class Answer:
                 for i in range(first, first + line.samples):
                     yield self._chunk([self._choice(i, echo.text, None, None)])
 
-    def chunks(self, event: TokenEvent | FinishedEvent) -> Iterator[str]:
-        """The chunks that an event settles, as lines of a stream of server-sent events."""
-        if isinstance(event, TokenEvent):
-            index = self._index[event.id]
-            self._streamed += 1
-            piece = self._growing[index].add(event.token)
-            if piece or event.logprob is not None:
-                yield self._chunk([self._choice(index, piece, None, event)])
-            return
-        index = self._index[event.result.id]
-        self.finish(event)
-        piece = self._growing[index].end(event.result)
-        yield self._chunk([self._choice(index, piece, event.result.finish_reason, None)])
+    def chunks(self, event: TokenEvent | FinishedEvent) -> str:
+        """The chunks that an event settles, as lines of a stream of server-sent events; often none."""
+        if isinstance(event, FinishedEvent):
+            index = self._index[event.result.id]
+            piece = self._growing[index].end(event.result)
+            return self._chunk([self._choice(index, piece, event.result.finish_reason, None)])
+        index = self._index[event.id]
+        self._streamed += 1
+        piece = self._growing[index].add(event.token)
+        if event.logprob is not None or self.asked.usage_so_far:
+            return self._chunk([self._choice(index, piece, None, event)]) if piece or event.logprob else ""
+        if not piece:
+            return ""
+        if index not in self._around:
+            self._around[index] = self._chunk([self._choice(index, _PIECE, None, None)]).split(_encode(_PIECE))
+        return _encode(piece).join(self._around[index])
 
     def closing(self) -> Iterator[str]:
         """The chunks with which a stream ends."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from harness.api import HarnessError
+from harness.api import GenerationRequest, HarnessError
 from harness.batch.format import LineError, parse_object, require_unicode
 from harness.serve.answers import Answer
 from harness.serve.batches import Batches, add_batch_routes, add_file_routes
@@ -23,7 +23,7 @@ from harness.serve.errors import error
 from harness.serve.metrics import Metrics
 from harness.serve.origins import is_foreign, is_loopback
 from harness.serve.post import Post
-from harness.serve.requests import RequestError, no_model, parse, requests_for
+from harness.serve.requests import Asked, RequestError, no_model, parse, requests_for
 from harness.serve.running import Running
 from harness.serve.served import Served
 from harness.serve.status import PAGE, add_status_routes
@@ -31,6 +31,8 @@ from harness.serve.status import PAGE, add_status_routes
 _TEXT = {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}
 #: What a client that is sent away may wait.
 _RETRY_AFTER_S = "5"
+#: Bytes of a body that is understood in less time than it takes another thread to begin with it.
+_SMALL = 4 << 10
 
 
 def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
@@ -58,12 +60,19 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     async def chats(request: Request) -> Response:
         return await generate(request, chat=True)
 
+    def understand(raw: bytes, chat: bool, number: int) -> tuple[Asked, list[GenerationRequest]]:
+        asked = parse(raw, chat, number << 16, served.name, served.settings.max_tokens)
+        return asked, requests_for(asked, served.shape, served.text, served.longest)
+
     async def generate(request: Request, chat: bool) -> Response:
         raw = await whole_body(request)
         number = next(numbers)
-        # both in a thread: of a large body either takes seconds, in which others wait for their tokens
-        asked = await asyncio.to_thread(parse, raw, chat, number << 16, served.name, served.settings.max_tokens)
-        requests = await asyncio.to_thread(requests_for, asked, served.shape, served.text, served.longest)
+        if chat or len(raw) > _SMALL:
+            # in a thread: of a large body it takes seconds, in which others wait for their tokens, and another process
+            # renders a chat
+            asked, requests = await asyncio.to_thread(understand, raw, chat, number)
+        else:
+            asked, requests = understand(raw, chat, number)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         answer = Answer(name, asked, requests, served.name, served.text)
         running = Running(served.loop, post, served.engine.clock, metrics, answer, served.settings.keep_alive_s)
@@ -75,7 +84,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
         except HarnessError as exc:
             metrics.ended("failed")
             return error(str(exc), 503, "unavailable", {"retry-after": _RETRY_AFTER_S})
-        return running.streamed() if asked.stream else await running.whole(request)
+        return running.streamed() if asked.stream else await running.whole(request.receive)
 
     return app
 

@@ -23,7 +23,8 @@ def limited(request: Request, most: int) -> Request:
         nonlocal received
         left = _GRACE_S + received / _PACE - (time.monotonic() - began)
         try:
-            message = await asyncio.wait_for(request.receive(), left)
+            async with asyncio.timeout(left):
+                message = await request.receive()
         except TimeoutError:
             raise RequestError(f"the body comes too slowly: {received} bytes so far", 408, "too_slow") from None
         received += len(message.get("body", b""))

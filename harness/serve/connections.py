@@ -2,7 +2,8 @@
 
 import asyncio
 import resource
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -13,6 +14,25 @@ from harness.serve.errors import error
 _OTHER_DESCRIPTORS = 256
 #: So many clients that were refused may take their time to read why, each for so long.
 _MOST_LINGERING, _LINGER_S = 64, 2.0
+
+
+class Connection(Protocol):
+    """What an application finds as `connection` in its scope's state: a way past ASGI for pieces of an answer whose
+    head is sent and whose end is not. Through all its layers a piece takes as long as to make."""
+
+    #: Called when the connection is writable again.
+    on_writable: Callable[[], None] | None
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client takes what it is sent."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the client went away before its answer was whole."""
+
+    def write_body(self, piece: bytes) -> None:
+        """Writes a piece, which is not empty; drops it where the client has gone."""
 
 
 def reserve_descriptors(most_connections: int) -> None:
@@ -39,8 +59,28 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
 
     refused: set[asyncio.Protocol] = set()
 
-    class Connection(H11Protocol):
+    class ClientConnection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        on_writable: Callable[[], None] | None = None
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.app_state = {**self.app_state, "connection": self}
+
+        @property
+        def writable(self) -> bool:
+            return not self.flow.write_paused
+
+        @property
+        def lost(self) -> bool:
+            return self.cycle.disconnected
+
+        def write_body(self, piece: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if self.scope["http_version"] >= "1.1":  # a chunk: h11 writes the same, in as long as the system takes
+                piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+            self.transport.write(piece)
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -76,6 +116,8 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
         def resume_writing(self) -> None:
             super().resume_writing()
             self._stop_waiting()
+            if self.on_writable is not None:
+                self.on_writable()
 
         def _end_if_silent(self) -> None:
             if not self.cycle:  # its first request is not there
@@ -86,7 +128,7 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
                 self._timer.cancel()
                 self._timer = None
 
-    return Connection
+    return ClientConnection
 
 
 def _refusal(most: int) -> bytes:

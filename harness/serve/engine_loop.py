@@ -1,5 +1,6 @@
 """The thread that owns an online engine: takes requests and cancellations from any thread, and hands out events."""
 
+import math
 import queue
 import threading
 import time
@@ -21,6 +22,9 @@ from harness.common.classify import classify
 
 #: Seconds after which an idle thread looks again whether it shall end.
 _IDLE_S = 0.2
+#: How old what an engine tells of itself may become while requests run. It takes the engine a part of each pass to say,
+#: between two passes, when nothing computes.
+_STATS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class EngineLoop:
 
     @property
     def stats(self) -> OnlineStats:
-        """What the engine did, as of its last step."""
+        """What the engine did, as of the last step in which a request ended, or a later one."""
         return self._stats
 
     @property
@@ -129,10 +133,14 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        told_s = -math.inf
         try:
             while self._take_commands():
                 events = self._engine.step()
-                self._stats = self._engine.stats()  # first: who has an answer finds the pass it came from counted
+                now_s = time.monotonic()
+                if now_s >= told_s + _STATS_S or any(not isinstance(event, TokenEvent) for event in events):
+                    # first: who has an answer finds the pass it came from counted
+                    self._stats, told_s = self._engine.stats(), now_s
                 for event in events:
                     self._hand_out(event)
                 self.after_step()

@@ -1,6 +1,7 @@
 """Which requests come from a web page of another site: any page can make the browser of this machine send some."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ def is_foreign(headers: Mapping[str, str], loopback: bool) -> bool:
     return loopback and bool(host) and not _names_this_machine(host)
 
 
+@lru_cache(maxsize=64)
 def _names_this_machine(host: str) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname or ""

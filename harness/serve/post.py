@@ -5,13 +5,20 @@ A wake-up for each token would have both threads take the interpreter from each 
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from typing import Protocol
 
 from harness.api import Event
 from harness.serve.engine_loop import EngineFailure
 
-#: Takes an event of one request, in asyncio's thread.
-Take = Callable[[Event | EngineFailure], None]
+
+class Receiver(Protocol):
+    """Who gets the events of a request, in asyncio's thread. What it raises would keep others from theirs."""
+
+    def take(self, event: Event | EngineFailure) -> None:
+        """An event; perhaps more of the same step follow."""
+
+    def flush(self) -> None:
+        """No more of the step follow."""
 
 
 class Post:
@@ -19,15 +26,15 @@ class Post:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._events: list[tuple[Take, Event | EngineFailure]] = []
+        self._events: list[tuple[Receiver, Event | EngineFailure]] = []
 
     def open(self) -> None:
         """Called in asyncio's thread, before a request is let in."""
         self._loop = asyncio.get_running_loop()
 
-    def put(self, take: Take, event: Event | EngineFailure) -> None:
+    def put(self, receiver: Receiver, event: Event | EngineFailure) -> None:
         """Keeps an event for `send`; called in the engine's thread, as `send` is."""
-        self._events.append((take, event))
+        self._events.append((receiver, event))
 
     def send(self) -> None:
         """Sends all that was put since the last time."""
@@ -37,6 +44,8 @@ class Post:
                 self._loop.call_soon_threadsafe(_hand_over, events)
 
 
-def _hand_over(events: list[tuple[Take, Event | EngineFailure]]) -> None:
-    for take, event in events:
-        take(event)
+def _hand_over(events: list[tuple[Receiver, Event | EngineFailure]]) -> None:
+    for receiver, event in events:
+        receiver.take(event)
+    for receiver in dict.fromkeys(receiver for receiver, _ in events):
+        receiver.flush()

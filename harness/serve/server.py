@@ -95,7 +95,7 @@ class _Server:
     def __init__(self, served: Served, batches: Batches, note: Callable[[str], None]) -> None:
         self._served, self._note = served, note
         config = uvicorn.Config(
-            make_app(served, batches), log_level="warning", access_log=False, lifespan="off",
+            make_app(served, batches), log_level="warning", access_log=False, lifespan="off", proxy_headers=False,
             timeout_graceful_shutdown=5, h11_max_incomplete_event_size=64 << 10,
             http=connection_class(served.settings.max_connections, served.settings.patience_s),
         )  # fmt: skip

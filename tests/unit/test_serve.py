@@ -268,7 +268,7 @@ def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_running(sp
 
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": spec_version}, "method": "POST", "query_string": b"",
-        "path": "/v1/completions", "headers": [(b"host", b"localhost")],
+        "path": "/v1/completions", "headers": [(b"host", b"localhost")], "state": {"connection": mock.Mock()},
     }  # fmt: skip
     engine = loaded(sleep_s=0.05)
     with contextlib.closing(EngineLoop(engine, 8)) as loop:

@@ -329,3 +329,4 @@ class SuiteSpec:
     cells: tuple[RunSpec, ...]
     requires: HardwareRequirements = HardwareRequirements()
     machine_probe: bool = True
+    predictions: bool = True

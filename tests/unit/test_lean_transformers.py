@@ -168,3 +168,24 @@ def test_a_shape_is_kept_until_the_configuration_changes(tmp_path, monkeypatch):
     memo = cache / "contents.json"
     memo.write_text(memo.read_text().replace("num_layers", "number_of_layers"))
     assert checkpoints.prepare(ModelSpec(str(model)), cache).shape.max_context == 64 and len(built) == 2
+
+
+AHEAD = """
+import sys
+loaded = []
+sys.addaudithook(lambda event, given: loaded.append(str(given[0])) if event == "ctypes.dlopen" else None)
+from engines.offload.kernels import ahead
+ahead.main()
+compiled, before = [name for name in loaded if name.endswith("kernel.so")], len(loaded)
+{}
+assert compiled, "nothing was compiled ahead"
+print(*(name for name in loaded[before:] if name.endswith("kernel.so")))
+"""
+
+
+def test_kernels_compiled_ahead_are_those_of_a_model_in_16_bits(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(cache))
+    model = tmp_path / "model"
+    offload.save(model, "llama", torch.bfloat16)
+    checkpoints.prepare(ModelSpec(str(model)), cache)
+    assert python(AHEAD.format(ANSWER), model, cache).split() == []

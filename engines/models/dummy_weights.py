@@ -62,8 +62,10 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str) -> Plan:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from engines.common.meta_device import NothingDrawn
+
     config = AutoConfig.for_model(**config_kwargs)
-    with torch.device("meta"):
+    with torch.device("meta"), NothingDrawn():
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
     config.dtype = dtype

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from engines.common.folders import QUANTIZED, build_once
+from engines.common.meta_device import NothingDrawn
 from engines.models import file_digest, folder_limits, shards
 from harness.api import Dtype, HarnessError, UnsupportedError, first_line
 from harness.common.packages import install_extra
@@ -121,7 +122,7 @@ def _write(
     try:
         config = AutoConfig.from_pretrained(isolated, gguf_file=path.name, trust_remote_code=False)
         folder_limits.check_numbers(config.to_dict(), path)
-        with torch.device("meta"):
+        with torch.device("meta"), NothingDrawn():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         unpacker = _Unpacker(path, reader, model)
     except HarnessError:

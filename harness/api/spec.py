@@ -333,3 +333,4 @@ class SuiteSpec:
     cells: tuple[RunSpec, ...]
     requires: HardwareRequirements = HardwareRequirements()
     machine_probe: bool = True
+    predictions: bool = True

@@ -5,12 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.api import Exchange, LaunchResult, LocalModel, Refusal, RunRecord, RunSpec, Trial
+from harness.api import Exchange, LaunchResult, LocalModel, MachineRates, Refusal, RunRecord, RunSpec, Trial
 from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
 from harness.run.progress import Progress
 from harness.run.steps import Step
-from harness.run.tuning import CEILING, Patience, Remembered, choose, lasting, search_settings, settled
+from harness.run.tuning import (
+    CEILING,
+    Patience,
+    Remembered,
+    choose,
+    lasting,
+    search_settings,
+    settled,
+    without_slow_dtypes,
+)
 
 #: What trials are compared by.
 _SPEED = "generation_throughput_tok_s"
@@ -38,8 +47,11 @@ class Batches:
     progress: Progress
     settled: dict[str, Settled] = field(default_factory=dict)
 
-    def settle(self, step: Step, model: LocalModel, exchange: Exchange) -> Settled:
-        """The cell with its batch, or the failed trials; a single failed trial if the engine has no environment."""
+    def settle(
+        self, step: Step, model: LocalModel, exchange: Exchange, rates: Callable[[], MachineRates | None]
+    ) -> Settled:
+        """The cell with its batch, or the failed trials; a single failed trial if the engine has no environment.
+        `rates` measures the machine where a search may be spared some trials by that."""
         cell = step.cell
         if cell.fingerprint() not in self.settled:
             try:
@@ -51,13 +63,13 @@ class Batches:
             if trials is None:
                 requests = cell.workload.num_requests
                 ceiling = CEILING if requests == "auto" else min(CEILING, requests)
-                trials = self._search(step, model, cell.policy.gpu_batch_size, ceiling)
+                trials = self._search(step, model, rates, cell.policy.gpu_batch_size, ceiling)
             self._take(cell, trials, key)
         known = self.settled[cell.fingerprint()]
         if known.spec is None and cell.tune == "max_batch" and any(t.status == "ok" for t in known.trials):
             # every batch that survived once failed later: search once more, below the smallest that failed
             smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok" and not t.settings)
-            self._take(cell, (*known.trials, *self._search(step, model, smallest // 2, smallest - 1)), known.key)
+            self._take(cell, (*known.trials, *self._search(step, model, rates, smallest // 2, smallest - 1)), known.key)
         return self.settled[cell.fingerprint()]
 
     def take_less(self, cell: RunSpec, record: RunRecord, earlier: Sequence[RunRecord]) -> bool:
@@ -86,7 +98,12 @@ class Batches:
         if lasting(trials):
             self.remembered.put(key, trials)
 
-    def _search(self, step: Step, model: LocalModel, start: int, ceiling: int) -> tuple[Trial, ...]:
+    def _search(
+        self, step: Step, model: LocalModel, rates: Callable[[], MachineRates | None], start: int, ceiling: int
+    ) -> tuple[Trial, ...]:
+        spared, searched = without_slow_dtypes(step.cell, model.dtype, rates)
+        for trial in spared:
+            self.progress.note(f"{step.cell.name}: {trial.settings}: {trial.reason}")
         # for each setting anew: the first launch of one may convert the weights
         patiences = defaultdict[str, Patience](lambda: Patience(step.cell.timeout_s))
 
@@ -104,4 +121,4 @@ class Batches:
             self.progress.note(f"{step.cell.name}: {tried}: {launch.status}{rate}")
             return Trial(batch, launch.status, speed, launch.reason, settings)
 
-        return search_settings(step.cell, start, attempt, ceiling)
+        return (*spared, *search_settings(searched, start, attempt, ceiling))

@@ -246,7 +246,8 @@ class Runner:
 
     def _settle_batch(self, step: Step, draft: Draft, model: api.LocalModel) -> None:
         """Settles the largest batch. Raises Refusal where none survives."""
-        searched = self._batches.settle(step, model, self._exchange(step.cell, "environment"))
+        rates = partial(self._machine_rates, step, model)
+        searched = self._batches.settle(step, model, self._exchange(step.cell, "environment"), rates)
         draft.tuning, draft.settings = searched.trials, searched.settings
         if searched.spec is not None:
             draft.settled = searched.spec
@@ -259,6 +260,8 @@ class Runner:
     def _forecast(self, step: Step, record: api.RunRecord) -> api.Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
         workload, gpu = record.spec.workload, record.spec.limits.gpu
+        if not self._suite.predictions:
+            return None
         if workload.kind == "task" or workload.online or not registry.engine_entry(record.spec.engine).predicted or gpu:
             return None  # no model of these, so the host is not measured for one, which takes minutes
         try:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
+from harness.api import HarnessError, MachineRates, RunSpec, Trial, from_json, to_json
 from harness.common.files import replace_with
 from harness.common.locks import waiting
 from harness.common.regular_file import read_kept
@@ -19,6 +19,8 @@ CEILING = 4096
 _PAYS = 0.9
 #: A trial's timeout: this factor on the time expected from the trial before, and this many seconds of start-up.
 _THRASHING, _STARTUP_S = 1.5, 60.0
+#: What an engine computes in, as a setting; and the share of another's rate below which a dtype is not worth a try.
+_DTYPE, _HOPELESS = "policy.compute_dtype", 0.5
 #: Statuses of trials whose outcome depends on the batch size only.
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
@@ -119,6 +121,32 @@ def search_settings(
     return tuple(trials)
 
 
+def without_slow_dtypes(
+    cell: RunSpec, stored: str, rates: Callable[[], MachineRates | None]
+) -> tuple[tuple[Trial, ...], RunSpec]:
+    """The cell without those of its candidates in which this machine cannot compute fast enough to be chosen, and a
+    trial of each that was not made.
+
+    A candidate dtype is out where it multiplies at less than half of the rate of the cell's own (`stored`, where it
+    names none), by as many rows as the cell's batch has or more: products are most of such a launch.
+    """
+    given = cell.candidates.get(_DTYPE, ())
+    if not given or (measured := rates()) is None:
+        return (), cell
+    own = stored if cell.policy.compute_dtype == "auto" else cell.policy.compute_dtype
+    slow = [dtype for dtype in given if _is_hopeless(measured, dtype, own, cell.policy.gpu_batch_size)]
+    kept = {**cell.candidates, _DTYPE: tuple(dtype for dtype in given if dtype not in slow)}
+    reason = f"not tried: it multiplies at less than {_HOPELESS:.0%} of the rate of {own} here"
+    trials = tuple(Trial(cell.policy.gpu_batch_size, "skipped", None, reason, {_DTYPE: dtype}) for dtype in slow)
+    return trials, replace(cell, candidates={path: values for path, values in kept.items() if values})
+
+
+def _is_hopeless(measured: MachineRates, dtype: str, beside: str, batch: int) -> bool:
+    slow, fast = (measured.gemm_flops.get(name, {}) for name in (dtype, beside))
+    rows = [count for count in slow if int(count) >= batch and slow[count] and fast.get(count)]
+    return bool(rows) and all(max(slow[count]) < _HOPELESS * max(fast[count]) for count in rows)
+
+
 def choose(trials: Sequence[Trial]) -> Trial | None:
     """The trial of the batch and settings to run: the fastest that never failed; of equals, the largest batch. None if
     all failed."""
@@ -131,7 +159,7 @@ def lasting(trials: Sequence[Trial]) -> bool:
     """Whether a search's result can be reused: only sizes decided, and either a batch survived or none can ever fit.
     Other failures of all trials, such as a missing compiler or a busy machine, can be repaired; a candidate that the
     engine does not support is one that lost."""
-    statuses = {t.status for t in trials if not (t.settings and t.status == "unsupported")}
+    statuses = {t.status for t in trials if not (t.settings and t.status in ("unsupported", "skipped"))}
     return statuses <= {*SIZE_STATUSES} and (choose(trials) is not None or statuses == {"infeasible"})
 
 

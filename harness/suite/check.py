@@ -95,6 +95,7 @@ class Header:
     description: str = ""
     requires: api.HardwareRequirements = field(default_factory=api.HardwareRequirements)
     machine_probe: bool = True
+    predictions: bool = True
     reproduces: PublishedTable | None = None  # a paper's table; reports show its figures beside the suite's
 
 

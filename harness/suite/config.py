@@ -48,7 +48,7 @@ _DEFAULTS = (
 )
 _SIZE_KEYS = ("device_memory", "host_memory", "disk_free", "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
-SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "matrix", *_DEFAULTS)
+SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "predictions", "matrix", *_DEFAULTS)
 
 
 def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
@@ -91,7 +91,7 @@ def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
     twins = None if overrides else find_twins(specs)  # --set may make twins of cells that are not all selected
     if twins:
         raise root.error(f"cells {twins[0]!r} and {twins[1]!r} measure the same; leave one out or change its seed")
-    return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe)
+    return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe, header.predictions)
 
 
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
@@ -115,7 +115,7 @@ def without_secret(override: str) -> str:
 
 
 def _header(root: Node, hardware: Node) -> Node:
-    entries = root.only("name", "description", "machine_probe", "reproduces").entries
+    entries = root.only("name", "description", "machine_probe", "predictions", "reproduces").entries
     if "requires" in hardware.entries:
         entries["requires"] = _in_bytes(hardware.entries["requires"])
     return Node(entries, root.at)

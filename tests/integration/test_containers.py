@@ -116,7 +116,7 @@ def test_no_engine_is_told_with_the_remedy(cli, images, monkeypatch):
 @pytest.mark.parametrize(
     ("image", "cells"),
     [
-        ("offload", ("offload-sweep", "offload-row")),
+        ("offload", ("offload-sweep", "offload-zigzag")),
         # another image of a gigabyte, made in the same way: before a release
         pytest.param("accelerate", ("accelerate", "transformers-within-limit"), marks=pytest.mark.release),
     ],

@@ -12,7 +12,15 @@ from harness import api
 from harness.run import runner
 from harness.run.options import Selection
 from harness.run.store import Store
-from harness.run.tuning import Patience, Remembered, choose, search_max_batch, search_settings
+from harness.run.tuning import (
+    Patience,
+    Remembered,
+    choose,
+    lasting,
+    search_max_batch,
+    search_settings,
+    without_slow_dtypes,
+)
 from tests.records import FAKE
 
 
@@ -54,10 +62,10 @@ def run(tmp_path, monkeypatch):
     suite = tmp_path / "s.yaml"
     suite.write_text("")
 
-    def go(launcher, *cells, out="out", **options):
+    def go(launcher, *cells, out="out", machine_probe=False, predictions=True, **options):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
         progress = Mock()
-        made = api.SuiteSpec("s", "", cells, machine_probe=False)
+        made = api.SuiteSpec("s", "", cells, machine_probe=machine_probe, predictions=predictions)
         selection = Selection(made, suite, list(cells), "c")
         return runner.Runner(selection, tmp_path / out, tmp_path / "cache", progress, **options).run(), progress
 
@@ -292,3 +300,56 @@ def test_a_launch_that_others_disturbed_runs_again_a_bounded_number_of_times(run
     assert again == records, "a resumed run does not try for ever"
     run(Busy(5.0, 5.0), cell, out="once", extra_tries=0)
     assert len(list(Store(tmp_path / "once").records())) == 2
+
+
+RATES = {"bfloat16": {"16": (300.0, 410.0), "64": (779.0,), "256": (952.0,)},
+         "float32": {"16": (121.0,), "64": (206.0,), "256": (245.0,)}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batch", "single", "spared"),
+    [
+        (64, RATES["float32"], ["float32"]),
+        (64, {**RATES["float32"], "256": (500.0,)}, []),  # more than half, by some rows of a pass
+        (64, {**RATES["float32"], "16": (400.0,)}, ["float32"]),  # by fewer rows than the batch has
+        (512, RATES["float32"], []),  # nothing was measured
+        (64, {}, []),
+    ],
+)
+def test_a_dtype_that_multiplies_at_less_than_half_the_rate_is_not_tried(batch, single, spared):
+    cell = replace(CELL, policy=api.OffloadPolicy(batch), candidates=CANDIDATES)
+    rates = api.MachineRates(gemm_flops={**RATES, "float32": single})
+    trials, searched = without_slow_dtypes(cell, "bfloat16", lambda: rates)
+    assert [t.settings["policy.compute_dtype"] for t in trials] == spared
+    assert searched.candidates["policy.compute_dtype"] == tuple(
+        dtype for dtype in ("float32", "auto") if dtype not in spared
+    )
+    assert searched.candidates["options.width"] == (1, 2, 3)
+    assert lasting((*trials, api.Trial(batch, "ok", 1.0)))
+    assert choose((*trials, api.Trial(batch, "ok", 1.0))).settings == {}
+
+
+def test_the_machine_is_measured_for_a_search_among_dtypes_only():
+    def unasked():
+        raise AssertionError("measured")
+
+    assert without_slow_dtypes(replace(CELL, candidates={"policy.kv_bits": (8,)}), "bfloat16", unasked)[0] == ()
+    cell = replace(CELL, candidates={"policy.compute_dtype": ("float32",)})
+    assert without_slow_dtypes(cell, "bfloat16", lambda: None) == ((), cell), "a suite without probes"
+    own = replace(
+        cell, policy=replace(cell.policy, compute_dtype="float32"), candidates={"policy.compute_dtype": ("bfloat16",)}
+    )
+    rates = api.MachineRates(gemm_flops=RATES)
+    assert without_slow_dtypes(own, "bfloat16", lambda: rates)[0] == ()
+
+
+@pytest.mark.parametrize("predictions", [True, False])
+def test_a_host_is_measured_for_predictions_only(run, monkeypatch, tmp_path, predictions):
+    launcher = Launcher(lambda batch, time: "ok")
+    launcher.prepare = lambda *_: replace(MODEL, path=str(tmp_path / "model"))
+    launcher.measure_machine = lambda *_: api.MachineRates()
+    launcher.calibrate = Mock(side_effect=api.Refusal("error", "too small"))
+    entry = replace(runner.registry.ENGINES["fake"], predicted=True)
+    monkeypatch.setattr(runner.registry, "engine_entry", lambda name: entry)
+    run(launcher, replace(CELL, tune="none", repeats=1), machine_probe=True, predictions=predictions)
+    assert launcher.calibrate.called is predictions

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from engines.common.meta_device import NothingDrawn
 from engines.common.requests import special_tokens
 from engines.offload.kernels import AttentionSpec
 from engines.offload.memory.tensor_shard import TensorShard
@@ -24,7 +24,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LARGEST_SMALL = 1 << 22
 
 
-class _EmptyOnMeta(TorchFunctionMode):
+class _EmptyOnMeta(NothingDrawn):
     """Weights take no memory, not even for the moment before `init_empty_weights` frees it: a stack of experts can be
     larger than RAM. Buffers, which are computed, are real."""
 
@@ -32,7 +32,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def load_config(path: Path) -> Any:

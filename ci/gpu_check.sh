@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # For a host with a CUDA device and no network: runs the tests that need a device, then the device suites, in parts of at
 # most eight minutes (without one-time conversions). Writes one small folder.
-#   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests profile gpu_4g 16bit 4bit prompts large; all by default
+#   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests profile gpu_4g 16bit experts 4bit prompts large; all by default
 # PYTHON: the interpreter with PyTorch. WHEELS: a folder of wheels that it lacks (make gpu-wheels, on a host with network).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 out=gpu-check-$(date +%F)
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 parts=("$@")
-known="tests profile gpu_4g 16bit 4bit prompts large"
+known="tests profile gpu_4g 16bit experts 4bit prompts large"
 [ ${#parts[@]} -gt 0 ] || read -ra parts <<<"$known"
 for part in "${parts[@]}"; do
   [[ " $known " == *" $part "* ]] || { echo "unknown part $part; there are $known" >&2; exit 2; }
@@ -77,6 +77,9 @@ for part in "${parts[@]}"; do
     16bit)
       prepare gpu_16g offload-row
       each offload-sweep offload-zigzag offload-row flexgen_ref accelerate transformers-offloaded-cache ;;
+    experts)
+      prepare gpu_16g qwen3moe-sweep
+      each qwen3moe-sweep qwen3moe-sweep-experts ;;
     4bit)
       prepare gpu_16g offload-zigzag-4bit
       each offload-sweep-4bit offload-zigzag-4bit flexgen_ref-4bit ;;

@@ -225,11 +225,5 @@ class Executor:
         here, on_host = self._experts.route(mixture.name, routed.counts, routed.tokens)
         if not on_host or self._host_experts is None:
             return here, None
-        task = self._host_experts.launch(mixture, on_host, routed)
-
-        def add(out: torch.Tensor) -> None:
-            if self._batches > 1:
-                pause()  # all batches launch before the first one waits
-            task.add_to(out)
-
-        return here, add
+        # all batches launch before the first one waits
+        return here, self._host_experts.launch(mixture, on_host, routed, pause if self._batches > 1 else None).add_to

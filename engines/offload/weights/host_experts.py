@@ -56,14 +56,18 @@ AddExperts = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class HostExpertsTask:
-    """Products that the host computes for the `rows` [n] of a batch: their sum over its experts is [n, hidden]."""
+    """Products that the host computes for the `rows` [n] of a batch: their sum over its experts is [n, hidden]. `pause`
+    is called before it is waited for."""
 
     rows: torch.Tensor
     sum: Future[torch.Tensor]
     device: Accelerator
+    pause: Callable[[], None] | None
 
     def add_to(self, out: torch.Tensor) -> None:
         """Adds the sum to a mixture's output [rows, hidden], in place. Blocks until the host has computed it."""
+        if self.pause is not None:
+            self.pause()
         out.index_add_(0, self.rows, self.device.upload(self.sum.result()))
 
 
@@ -95,7 +99,9 @@ class HostExperts:
         """Ends the thread. Idempotent."""
         self._thread.shutdown()
 
-    def launch(self, mixture: Mixture, experts: Sequence[int], routed: RoutedRows) -> HostExpertsTask:
+    def launch(
+        self, mixture: Mixture, experts: Sequence[int], routed: RoutedRows, pause: Callable[[], None] | None = None
+    ) -> HostExpertsTask:
         """Begins with the rows that go to `experts`."""
         rows = torch.isin(routed.chosen, torch.tensor(experts)).any(dim=1).nonzero().flatten()
         there, of_experts = self._device.upload(rows), self._device.upload(torch.tensor(experts))
@@ -104,7 +110,7 @@ class HostExperts:
         fetched, arrived = self._device.fetch(*operands)
         self.multiplied += len(experts)
         task = self._thread.submit(self._sum, mixture, experts, routed.chosen[rows], fetched, arrived)
-        return HostExpertsTask(there, task, self._device)
+        return HostExpertsTask(there, task, self._device, pause)
 
     @torch.inference_mode()
     def _sum(

@@ -1,7 +1,5 @@
 """Streams completions from an OpenAI-compatible server and notes when each piece arrives."""
 
-import asyncio
-import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -10,12 +8,8 @@ from typing import Any
 
 import httpx2
 
-from engines.adapters.local_transport import LocalTransport
-
 #: A server may take long for its first token; the launch's own time limit ends what never comes.
 _TIMEOUT = httpx2.Timeout(None, connect=30.0)
-#: Seconds that the end of an answer may take behind its last event.
-_END_S = 1.0
 _UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
 
 
@@ -41,14 +35,10 @@ class Completion:
 
 def client(base_url: str, api_key: str, local: bool) -> httpx2.AsyncClient:
     """A client of any number of connections. A `local` server is never reached through a proxy."""
-    headers = {"Accept-Encoding": "identity"}  # events are read as they come
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    transport = LocalTransport() if local else None
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx2.AsyncClient(
-        base_url=base_url, headers=headers, timeout=_TIMEOUT, limits=_UNLIMITED, trust_env=not local,
-        transport=transport,
-    )  # fmt: skip
+        base_url=base_url, headers=headers, timeout=_TIMEOUT, limits=_UNLIMITED, trust_env=not local
+    )
 
 
 async def complete(
@@ -101,25 +91,18 @@ def spread(pieces: Sequence[float], tokens: int) -> tuple[float, ...]:
 
 async def _events(response: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE]."""
-    rest, pieces = b"", response.aiter_raw()
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue  # comments keep a connection alive
-            data = line[5:].strip().decode(errors="replace")
-            if data == "[DONE]":
-                with contextlib.suppress(TimeoutError, httpx2.HTTPError):
-                    async with asyncio.timeout(_END_S):
-                        async for _ in pieces:  # the answer's end, behind which the connection can be kept
-                            pass
-                return
-            try:
-                event = json.loads(data)
-            except ValueError:
-                raise RequestFailed(f"the server sent no JSON: {data[:80]!r}") from None
-            if isinstance(event, dict):
-                yield event
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue  # comments keep a connection alive
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise RequestFailed(f"the server sent no JSON: {data[:80]!r}") from None
+        if isinstance(event, dict):
+            yield event
 
 
 def _message(body: bytes) -> str:

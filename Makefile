@@ -87,7 +87,7 @@ format: $(STAMP)
 schema: $(STAMP)
 	$(BIN)/python -m harness.schema
 
-# --no-compile: modules are compiled when they are first imported, a third of all. Kernels are compiled meanwhile
+# --no-compile: modules are compiled when they are first imported. Kernels are compiled meanwhile
 $(ENGINES): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Lets modules decorate functions for torch's compiler without importing it: that takes as long as torch itself."""
+"""Lets modules decorate functions for torch's compiler without importing it, which takes long."""
 
 import functools
 import importlib

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -13,11 +14,12 @@ from engines.common.text import Text
 WORDS = {"<s>": 0, "it": 1, "'s": 2, "here": 3, ".": 4, "<unk>": 5}
 
 
-class Shouts(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-    """One with a way of its own to write text."""
+def _shouted(self: Any, *given: object, **named: object) -> str:
+    return str(transformers.PreTrainedTokenizerFast._decode(self, *given, **named)).upper()
 
-    def _decode(self, *given: object, **named: object) -> str:
-        return str(super()._decode(*given, **named)).upper()
+
+#: A tokenizer with a way of its own to write text.
+Shouts = type("Shouts", (transformers.PreTrainedTokenizerFast,), {"_decode": _shouted})
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def held_experts(tiles: Iterable[WeightTile], pinned: Collection[int], usage: Ex
 class ExpertSplit:
     """Which experts the host multiplies, pass by pass, by `rates`.
 
-    `held`: as of held_experts. `streamed`: all tiles that are copied to the device, among them those of experts that
-    are on disk, or as a whole or in part nowhere else.
+    `held`: the experts that it may multiply. `streamed`: all tiles that do not stay on the device, also those of dense
+    matrices and of experts on disk, which the link has to carry besides.
     """
 
     def __init__(

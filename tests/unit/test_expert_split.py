@@ -22,12 +22,15 @@ from engines.offload.memory.plan import evenly
 from engines.offload.memory.storage import Plain
 from engines.planning.device_planner import DevicePlanner
 from engines.planning.engine_cost_models import engine_cost_model
+from engines.planning.expert_division import IN_MEMORY, ON_DEVICE, ON_DISK, divided
+from engines.planning.machine import Machine
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import OffloadPolicy
 
+T4 = hardware.load("t4_gcp")
 RATES = ExpertRates(link=1000.0, host=[(1, 0.0005), (4, 0.001), (16, 0.004)])
 
 
@@ -51,6 +54,8 @@ def test_the_hosts_seconds_are_those_measured_and_between_and_beyond_them():
     assert RATES.host_s(1000, 32) == pytest.approx(8.0)
     assert RATES.host_s(2000, 4) == 2 * RATES.host_s(1000, 4)
     assert RATES.copy_s(500) == 0.5
+    bent = ExpertRates(link=1.0, host=[(2, 0.0005), (4, 0.001), (16, 0.002)])
+    assert [bent.host_s(1000, rows) for rows in (1, 2, 3, 10, 24)] == pytest.approx([0.5, 0.5, 0.75, 1.5, 3.0])
 
 
 @given(
@@ -77,6 +82,7 @@ def test_nothing_goes_to_the_host_without_a_gain_and_the_fewest_rows_go_first():
     assert chosen(few, host_s=3.0) == []
     assert chosen(few, link_s=5.0) == [1, 2, 0]
     assert chosen([]) == []
+    assert chosen([RoutedExpert(0, 1, copy_s=1.0, host_s=1.0)]) == []
 
 
 def test_experts_of_very_many_rows_are_copied():
@@ -121,6 +127,38 @@ def test_the_host_is_as_busy_as_earlier_batches_of_a_pass_made_it():
     assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], never) == first
 
 
+def test_at_first_the_host_has_nothing_else_to_do():
+    one, _ = split_of(experts=1, rates=ExpertRates(1000.0, [(1, 7.5 / 4096)]))  # 7.5 s; dense matrix and copy take 8.2
+    assert one.choose("l.mix", [1], [0], never) == [0]
+
+
+def test_an_expected_expert_has_its_share_of_a_batchs_rows():
+    split, _ = split_of(experts=8)
+    every = range(99)
+    for rows, batches, share in ((64, 1, 8), (64, 2, 4), (1, 1, 1)):
+        found = split.expected(every, rows, batches)["l.mix"]
+        assert found
+        for each in found:
+            assert each.rows == share
+            assert each.copy_s == pytest.approx(4.096, rel=1e-6)
+            assert each.host_s == pytest.approx(batches * RATES.host_s(4096, share), rel=1e-6)
+
+
+@pytest.mark.parametrize(("flops", "seconds_per_byte"), [(1e6, 2 * 8 / 4 / 1e6), (1e15, 1 / T4.host.bandwidth)])
+def test_a_plans_host_multiplies_at_its_rate_of_products_or_of_memory(flops, seconds_per_byte):
+    """Experts of 1,024 values in 4,096 bytes, of which a pass of 32 rows needs each with a probability of a half."""
+    matrices = [Matrix("l.mix.up", 16, 64, "l", expert=e) for e in range(4)]
+    tiles = tiles_of(matrices, [Plain("float32")] * 4)
+    usage = ExpertUsage({m.name: ("l.mix", m.expert) for m in matrices}, 1 / 4)
+    machine = Machine(replace(T4, host=replace(T4.host, flops={"1": flops}), link=replace(T4.link, h2d=1e4)))
+    where = [IN_MEMORY] * (len(tiles) - 1) + [ON_DISK]
+    on_host, seconds = divided(tiles, where, [0.5] * len(tiles), usage, machine, 32, 1)
+    assert on_host == set(range(len(tiles) - 1))
+    assert seconds == {"l.mix": pytest.approx(3 * 2048 * seconds_per_byte)}
+    nowhere = divided(tiles, [ON_DEVICE] * len(tiles), [1.0] * len(tiles), usage, machine, 32, 1)
+    assert nowhere == (frozenset(), {"l.mix": 0})
+
+
 def test_experts_on_disk_or_on_the_device_are_not_the_hosts():
     split, _ = split_of(on_disk=[0], resident=[1])
     assert split.choose("l.mix", [1, 1, 1], [0, 0, 0], never) == [2]
@@ -143,7 +181,6 @@ def test_what_the_host_is_expected_to_multiply_is_not_copied_ahead():
 
 
 MIXTRAL = PlannedJob(shape("mistralai/Mixtral-8x7B-v0.1"), [Lengths(77, 128)], budget=170 << 30)
-T4 = hardware.load("t4_gcp")
 
 
 def planned(profile=T4, job=MIXTRAL, **policy):

@@ -130,9 +130,19 @@ def test_a_failed_product_ends_the_pass_and_the_next_one_is_right(tmp_path, cach
     engine.close()
 
 
-def test_the_load_says_what_the_host_multiplies_and_how_fast(tmp_path, cache):
+def test_the_load_says_what_the_host_multiplies_and_how_fast(tmp_path, cache, monkeypatch):
     model, _ = model_of(tmp_path, "mixtral")
+    multiply, asked = HostExperts._product, []
+
+    def counted(self, matrix, x, *given):
+        asked.append((matrix, len(x)))
+        return multiply(self, matrix, x, *given)
+
+    monkeypatch.setattr(HostExperts, "_product", counted)
     engine, report, _ = load(model, cache, cpu_experts=True, **SWEEP)
+    by_rows = [{matrix for matrix, rows in asked if rows == count} for count in (1, 8, 64)]
+    assert by_rows[0] == by_rows[1] == by_rows[2], "the same experts are measured at all rows"
+    assert {matrix.rpartition(".")[2].partition("[")[0] for matrix in by_rows[0]} == {"gate_up_proj", "down_proj"}
     assert engine.loaded.host_experts.rates.link > 0
     assert [rows for rows, seconds in engine.loaded.host_experts.rates.host if seconds > 0] == [1, 8, 64]
     layers, experts = 3, 4

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +21,22 @@ settings.load_profile("untimed")
 
 #: Slow files whose launches use all cores and have timeouts: beside each other they would miss them.
 WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
+
+
+#: Of the process that runs tests.
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-minutes", type=float, metavar="N",
+                     help="Start no slow test after N minutes; those left are skipped and named in the summary.")  # fmt: skip
+
+
+def pytest_runtest_setup(item):
+    """On a machine of a third of the usual speed the slow tests would take hours, which CI does not have."""
+    minutes = item.config.getoption("slow_minutes")
+    if minutes is not None and time.monotonic() > STARTED + 60 * minutes and item.get_closest_marker("slow"):
+        pytest.skip(f"LANE CUT SHORT: slow tests had {minutes:g} minutes on this machine")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -79,6 +79,7 @@ def _answers(port: int, asks: Sequence[bytes]) -> list[bytes]:
         head, _, body = answer.decode("latin-1").partition("\r\n\r\n")
         told = body if re.search(r"application/json\b", head) else ""  # not of uploads
         status = head.partition("\r\n")[0]
+        told = told.replace("\r\n", "\n")  # a second answer may follow on the same connection
         sys.stdout.write(f"{status}\n{told}\n")
         for name, pattern in ((b"FILE", rb'"id":"(file-[^"]*)"'), (b"BATCH", rb'"id":"(batch_[^"]*)"')):
             if found := re.search(pattern, answer):

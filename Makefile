@@ -32,7 +32,7 @@ test: $(STAMP) $(VENV)/.triton
 # needs libaio-dev and a C++ compiler), and a real container engine (-m containers): one that answers, or as root on
 # Debian one that is started for the tests. In one session: where slow tests wait for disks and packages, fast ones run
 SLOW_LANES = OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -n $(WORKERS) \
-  --maxprocesses 3 --dist worksteal --no-loadscope-reorder -rs --durations 25
+  --maxprocesses 3 --dist worksteal --no-loadscope-reorder -rs --durations 25 $(PYTEST_OPTIONS)
 
 test-full: $(VENV)/.models $(VENV)/.ray $(VENV)/.triton $(HELM)/.installed
 	$(SLOW_LANES) -m "not gpu and not release"

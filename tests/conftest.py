@@ -28,8 +28,12 @@ STARTED = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-minutes", type=float, metavar="N",
-                     help="Start no slow test after N minutes; those left are skipped and named in the summary.")  # fmt: skip
+    parser.addoption(
+        "--slow-minutes",
+        type=float,
+        metavar="N",
+        help="Start no slow test after N minutes; the summary names the rest.",
+    )
 
 
 def pytest_runtest_setup(item):

@@ -39,7 +39,7 @@ _LIGHT = ("cli.main", *(f"cli.{name}" for name in (
     "planning.explain", "planning.plan", "run.runner", "run.simulation", "run.options")  # fmt: skip
 _IMPORTED = (*(f"harness.{name}" for name in _LIGHT), "engines.adapters.fake", "engines.planning.plan", "reports.build",
              "reports.compare", "reports.compare_formats", "reports.history", "suites.tasks")  # fmt: skip
-#: torch's compiler last, which the engines do not ask for: it makes its folder in the temporary one, which is no case's.
+#: torch's compiler last, which the engines do not ask for: it makes a folder in the temporary one, no case's.
 _TORCH = ("torch", "transformers", "gguf", "engines.adapters.transformers", "engines.models.gguf_file",
           "engines.offload.engine", "torch._dynamo")  # fmt: skip
 

@@ -37,7 +37,6 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lane", "seed"), TRIALS, ids=[f"{lane}-{seed}" for lane, seed in TRIALS])
 def test_a_lane_in_short(bench, lane, seed):
     trial_of(lane)(bench, seed)

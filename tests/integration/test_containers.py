@@ -20,7 +20,7 @@ from tests.integration.conftest import end, wait_for
 from tests.offload import save_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.containers, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.containers]
 FEW = ("--set", "workload.num_requests=4")
 
 

@@ -91,7 +91,6 @@ def checkout(tmp_path_factory):
     return folder
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("text", RUN)
 def test_the_block_runs(text, checkout, request):
     if any(words in text for words in REAL_MODEL):

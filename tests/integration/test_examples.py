@@ -45,7 +45,6 @@ def test_suites_are_valid(suite):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", UNDOCUMENTED, ids=lambda path: path.stem)
 def test_suites_end_as_they_expect(cli, kernels, suite):
     few = ("--set", "workload.num_requests=8")  # a zigzag still has batches to alternate

@@ -14,7 +14,7 @@ from harness.api import HarnessError
 from reports.history import History
 from tests.records import PROVENANCE, cell, record, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def _server() -> Path | None:

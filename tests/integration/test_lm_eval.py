@@ -13,7 +13,6 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval")
 DATA = Path(__file__).parents[3] / "shared" / "data"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not DATA.exists(), reason="needs shared/data"),
 ]
 

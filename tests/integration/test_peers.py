@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.common.host_cpu import cpu_flags
 
-pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
 EXACT = "  - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}"
 SHORT = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"

@@ -20,7 +20,7 @@ from tests.unit.test_links import needs_links
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "many-machines.md").read_text()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 RANK = "engines.offload.rank"
 
 

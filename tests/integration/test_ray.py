@@ -17,7 +17,7 @@ from tests.integration.conftest import end, wait_for
 from tests.integration.test_generate import Files
 from tests.offload import save_with_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 #: Enough for Ray's own store on each node, and nodes that are missed soon.
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30, "include_dashboard": False}

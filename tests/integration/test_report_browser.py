@@ -18,7 +18,7 @@ from reports.publish import publish
 from reports.vega import library
 from tests.records import PROVENANCE, cell, demo, failed, hostile_records, record, repeats, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 DRAWN = "html[data-charts=drawn]"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.serving import SETTINGS, ask, serving, until
 from tests.unit.test_serve_batches import begin, client_of, line
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tests.integration.conftest import Cli, end, wait_for
 from tests.offload import load, save_with_tokenizer, with_kernels
 
 # not in CI yet: neither has passed as it is now
-pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.release]
 #: One request at a time, so that a small model takes a while over its batch.
 SETTINGS = ("--memory", "1GiB", "--set", "policy.gpu_batch_size=1", "--set", "policy.threads=1")
 LINES = [

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import Cli, end
 from tests.offload import save_with_tokenizer, with_kernels
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 #: Two sequences' worth of KV cache, so that what is kept for later is in the store.
 SETTINGS = ("--memory", "512MiB", "--max-sequence", 128, "--set", "policy.gpu_batch_size=2",
             "--set", "policy.compute_dtype=float32", "--set", "policy.threads=1")  # fmt: skip

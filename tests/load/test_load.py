@@ -20,14 +20,12 @@ def test_every_lane_is_tried_in_short():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lane", SHORT)
 def test_a_lane_in_short(lane, tmp_path):
     LANES[lane](Bench(tmp_path, **SHORT[lane]))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_offload_engine_s_clients_in_short(tmp_path):
     """With a KV cache that does not hold all who ask."""
     LANES["crowd"](Bench(tmp_path, engine="offload", memory="128MiB", clients=40, requests=400))

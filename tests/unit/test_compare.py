@@ -456,7 +456,6 @@ def test_few_simulated_pairs():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("runs", [None, 2, 4])
 @pytest.mark.parametrize("cells", [1, 10])
 def test_at_most_one_unchanged_suite_in_a_hundred_is_a_regression(cells, runs):
@@ -465,7 +464,6 @@ def test_at_most_one_unchanged_suite_in_a_hundred_is_a_regression(cells, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("cells", [1, 5])
 def test_nine_of_ten_slowdowns_by_ten_percent_are_seen(cells):
     assert rate(Case(cells, 7, 0.1, 0.03, "drift"), 500, seen, seed=1) >= 0.9

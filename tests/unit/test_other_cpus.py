@@ -63,7 +63,6 @@ def test_kernels_compute_what_plain_loops_do(target, tmp_path):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.timeout(900)
 def test_what_tests_say_of_kernels_holds_without_avx(tmp_path):
     """Other tests, with a compiler that heeds no instructions that this CPU has beyond those of every x86-64."""
     compiler = tmp_path / "c++"

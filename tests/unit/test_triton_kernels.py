@@ -95,7 +95,6 @@ def pages_of(
     return LayerBlocks(rows.to(DEVICE)), table
 
 
-@pytest.mark.timeout(900)
 @settings(max_examples=40 if DEVICE == "cpu" else 12, deadline=None)  # CUDA compiles most of them anew
 @given(
     parts=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=4),

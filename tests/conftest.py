@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,22 +26,32 @@ WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
 
 #: Of the process that runs tests.
 STARTED = time.monotonic()
+CUT_SHORT = "LANE CUT SHORT"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow-minutes",
-        type=float,
-        metavar="N",
-        help="Start no slow test after N minutes; the summary names the rest.",
-    )
+    what = "Start no slow test after N minutes; the summary counts those left, by file."
+    parser.addoption("--slow-minutes", type=float, metavar="N", help=what)
+
+
+def pytest_collection_modifyitems(items):
+    """What has a deadline begins with whole commands of users; the rest keeps its order."""
+    items.sort(key=lambda item: "integration" not in item.path.parts)
 
 
 def pytest_runtest_setup(item):
     """On a machine of a third of the usual speed the slow tests would take hours, which CI does not have."""
     minutes = item.config.getoption("slow_minutes")
     if minutes is not None and time.monotonic() > STARTED + 60 * minutes and item.get_closest_marker("slow"):
-        pytest.skip(f"LANE CUT SHORT: slow tests had {minutes:g} minutes on this machine")
+        pytest.skip(f"{CUT_SHORT}: slow tests had {minutes:g} minutes on this machine")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Skipped at one place, such tests would be one line."""
+    skipped = terminalreporter.getreports("skipped")
+    left = Counter(report.nodeid.partition("::")[0] for report in skipped if CUT_SHORT in str(report.longrepr))
+    for file, count in left.items():
+        terminalreporter.write_line(f"{CUT_SHORT}: {count} slow tests of {file} did not run", yellow=True)
 
 
 @pytest.hookimpl(optionalhook=True)

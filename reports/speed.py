@@ -115,7 +115,9 @@ def _tested(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, rul
         return decided(verdict, "inconclusive", why)
     if significant and ratio.effect > threshold:
         return decided(verdict, "regression" if ratio.ratio < 1 else "improvement", _times(ratio.ratio))
-    more = "run more launches, or reduce the noise" if in_turns(a, b) else "name more runs of the base with --aa"
+    more = "name more runs of the base with --aa"
+    if in_turns(a, b) or rules.engines:
+        more = "run more launches, or reduce the noise"
     if ratio.low is None or ratio.low < 1 - rules.margin:
         why = f"a slowdown of {rules.margin:.0%} is not excluded (up to {1 - (ratio.low or 0.0):.1%} is possible)"
         return decided(verdict, "inconclusive", f"{why}: {more}")
@@ -138,10 +140,15 @@ def _undecided(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, 
     possible = smallest_p(len(a.speeds), len(b.speeds)) * tests < rules.alpha
     if not possible and (p is None or (turns and p >= rules.alpha)):
         why = f"{len(a.speeds)} and {len(b.speeds)} launches cannot give p < {rules.alpha:g} over"
-        why = f"{why} {plural(tests, 'cell')}: run {launches_needed(tests, rules.alpha)} on each side"
+        needed = launches_needed(tests, rules.alpha)
+        why = f"{why} {plural(tests, 'cell')}: run {needed} on each side"
+        if rules.engines:
+            return f"{why} (--set repeats={needed})"
         return why if turns else f"{why}, in turns (ci/interleave.sh)"
     if p is None:
         why = f"{_times(ratio.ratio)}, but the sides ran one after the other, so a drift of the machine counts as well"
+        if rules.engines:
+            return f"{why}: run both anew (harness run --fresh)"
         return f"{why}: run them in turns (ci/interleave.sh), or name other runs of the base with --aa"
     return ""
 

@@ -386,6 +386,20 @@ def test_engines_against_one_of_them(tmp_path):
     assert ET.fromstring(FORMATS["junit"]([found]).encode())[0].get("failures") == "0"
 
 
+def test_engines_of_one_run_are_decided_by_more_of_it_and_not_by_two_versions(tmp_path):
+    ours, theirs = cell("ours", "offload", seed=1), cell("theirs", "accelerate")
+    few = [*repeats(ours, SPEEDS[:2]), *repeats(theirs, slower(0.5)[:2])]
+    later = at([*repeats(ours, SPEEDS)], 22)
+    advised = {
+        "run 5 on each side (--set repeats=5)": few,
+        "run both anew (harness run --fresh)": [*later, *repeats(theirs, slower(0.5))],
+    }
+    for i, (advice, records) in enumerate(advised.items()):
+        (found,) = compare_engines([write(tmp_path / str(i), records)], "theirs", Rules())
+        assert found.verdict == "inconclusive" and found.cells[0].reason.endswith(advice)
+        assert "interleave" not in found.cells[0].reason
+
+
 def comparisons() -> list[Comparison]:
     """One with every kind of verdict, in hostile words."""
     base = [*BASE, *repeats(cell("gone", seed=4), SPEEDS), *repeats(cell(HOSTILE, seed=5), SPEEDS)]

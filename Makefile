@@ -11,7 +11,7 @@ RELEASE := .venv-release
 # A test starts hundreds of interpreters: what Python compiles it keeps, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-full test-slow fuzz faults load barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
+.PHONY: quickstart test test-full test-slow coverage fuzz faults load barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
 
 # OPTIONS="--set repeats=1": fewer launches
 quickstart: $(ENGINES)
@@ -36,6 +36,18 @@ SLOW_LANES = OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python
 
 test-full: $(VENV)/.models $(VENV)/.ray $(VENV)/.triton $(HELM)/.installed
 	$(SLOW_LANES) -m "not gpu and not release"
+
+# Which lines tests reach, also in the processes that they start: HTML, and shares by package. LANE="not gpu and not release"
+# for the slow tests' too
+coverage: LANE = not slow and not gpu
+coverage: export COVERAGE_FILE = $(abspath build/coverage/data)
+coverage: $(STAMP) $(VENV)/.triton
+	rm -rf build/coverage && mkdir -p build/coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "$(LANE)" -n $(WORKERS) --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet --directory build/coverage/html
+	$(BIN)/python -m coverage json --quiet -o build/coverage/report.json
+	$(BIN)/python -m tests.coverage_by_package build/coverage/report.json
 
 # What test-full adds to test
 test-slow: $(VENV)/.models $(VENV)/.ray $(HELM)/.installed

@@ -20,10 +20,6 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-#: Slow files whose launches use all cores and have timeouts: beside each other they would miss them.
-WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
-
-
 #: Of the process that runs tests.
 STARTED = time.monotonic()
 CUT_SHORT = "LANE CUT SHORT"
@@ -34,9 +30,15 @@ def pytest_addoption(parser):
     parser.addoption("--slow-minutes", type=float, metavar="N", help=what)
 
 
+#: Slow files whose launches use all cores and have timeouts: beside each other they would miss them.
+WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
+#: Slow files that take longest, as they build environments and images or ask whole benchmarks.
+LONGEST = (*WHOLE_MACHINE, "test_peers", "test_lm_eval", "test_helm_own")
+
+
 def pytest_collection_modifyitems(items):
-    """What has a deadline begins with whole commands of users; the rest keeps its order."""
-    items.sort(key=lambda item: "integration" not in item.path.parts)
+    """What has a deadline begins with whole commands of users, the longest last; the rest keeps its order."""
+    items.sort(key=lambda item: 2 if "integration" not in item.path.parts else item.path.stem in LONGEST)
 
 
 def pytest_runtest_setup(item):

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """On a machine of a third of the usual speed the slow tests would take hours, which CI does not have."""
+    """On a slow machine the slow tests would take hours, which CI does not have."""
     minutes = item.config.getoption("slow_minutes")
     if minutes is not None and time.monotonic() > STARTED + 60 * minutes and item.get_closest_marker("slow"):
         pytest.skip(f"{CUT_SHORT}: slow tests had {minutes:g} minutes on this machine")

@@ -37,13 +37,11 @@ SLOW_LANES = OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python
 test-full: $(VENV)/.models $(VENV)/.ray $(VENV)/.triton $(HELM)/.installed
 	$(SLOW_LANES) -m "not gpu and not release"
 
-# Which lines tests reach, also in the processes that they start: HTML, and shares by package. LANE="not gpu and not release"
-# for the slow tests' too
-coverage: LANE = not slow and not gpu
+# Which lines tests reach, also in the processes that they start: HTML, and shares by package
 coverage: export COVERAGE_FILE = $(abspath build/coverage/data)
 coverage: $(STAMP) $(VENV)/.triton
 	rm -rf build/coverage && mkdir -p build/coverage
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "$(LANE)" -n $(WORKERS) --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" -n $(WORKERS) --maxprocesses 8 --dist worksteal
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet --directory build/coverage/html
 	$(BIN)/python -m coverage json --quiet -o build/coverage/report.json

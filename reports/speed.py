@@ -115,9 +115,7 @@ def _tested(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, rul
         return decided(verdict, "inconclusive", why)
     if significant and ratio.effect > threshold:
         return decided(verdict, "regression" if ratio.ratio < 1 else "improvement", _times(ratio.ratio))
-    more = "name more runs of the base with --aa"
-    if in_turns(a, b) or rules.engines:
-        more = "run more launches, or reduce the noise"
+    more = "run more launches, or reduce the noise" if in_turns(a, b) else "name more runs of the base with --aa"
     if ratio.low is None or ratio.low < 1 - rules.margin:
         why = f"a slowdown of {rules.margin:.0%} is not excluded (up to {1 - (ratio.low or 0.0):.1%} is possible)"
         return decided(verdict, "inconclusive", f"{why}: {more}")

@@ -20,7 +20,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-#: Of the process that runs tests.
+#: When this process began, a worker of xdist's.
 STARTED = time.monotonic()
 CUT_SHORT = "LANE CUT SHORT"
 
@@ -37,8 +37,12 @@ LONGEST = (*WHOLE_MACHINE, "test_peers", "test_lm_eval", "test_helm_own")
 
 
 def pytest_collection_modifyitems(items):
-    """What has a deadline begins with whole commands of users, the longest last; the rest keeps its order."""
-    items.sort(key=lambda item: 2 if "integration" not in item.path.parts else item.path.stem in LONGEST)
+    """Files with slow tests, which may have a deadline, come first: of them those of whole commands, and last the
+    longest."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: (item.path not in slow, item.path.stem in LONGEST, "integration" not in item.path.parts)
+    )
 
 
 def pytest_runtest_setup(item):

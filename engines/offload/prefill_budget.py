@@ -104,7 +104,11 @@ def search_prefill_budget(
     """
     prompts, steps = sum(len(tokens) for tokens, _ in work), sum(steps for _, steps in work)
     steady = -(-together * prompts // steps)
-    budgets = [PrefillBudget(steady, int(balance_rows * fraction), most) for fraction in _FRACTIONS]
+    # a balance that the steady tokens exceed changes nothing
+    balances = dict.fromkeys(max(steady, int(balance_rows * fraction)) for fraction in _FRACTIONS)
+    budgets = [PrefillBudget(steady, balance, most) for balance in balances]
+    if len(budgets) == 1:
+        return budgets[0]
     simulated = work[: _BLOCKS * together]
     to_the_end = len(simulated) == len(work)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Generic, TypeVar
 
-from engines.offload.admission import AverageLength, peak_blocks
+from engines.offload.admission import AverageLength, BlockDemand
 from engines.offload.kv_cache.block_hashes import extend_block_hashes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -44,6 +44,7 @@ class Scheduler(ABC, Generic[S]):
         self._max_logits = max_logits
         self._average = average
         self._preempted: set[S] = set()  # at least once
+        self._demand: BlockDemand | None = None  # of the running ones; None where they have changed since
         self.shared_tokens = self.preemptions = self.changes = 0
 
     @property
@@ -62,6 +63,7 @@ class Scheduler(ABC, Generic[S]):
     def advance(self, chunks: Iterable[ScheduledChunk[S]], now_s: float = math.nan) -> list[S]:
         """The pass of these chunks is computed: later sequences find the blocks that it has filled, and those that have
         taken all their steps are finished. Returns the sequences that generate a token, at `now_s`."""
+        self._demand = None
         generating = []
         for chunk in chunks:
             self._cache_full_blocks(chunk)
@@ -79,6 +81,7 @@ class Scheduler(ABC, Generic[S]):
     def finish(self, sequence: S) -> None:
         """Removes a sequence that runs or waits and frees its blocks. Idempotent."""
         self.changes += 1
+        self._demand = None
         if self.running.pop(sequence, None) is not None:
             if self._average is not None:
                 self._average.observe(sequence)
@@ -101,12 +104,13 @@ class Scheduler(ABC, Generic[S]):
         hashes = self._hashes.setdefault(sequence, [])
         extend_block_hashes(sequence.tokens, hashes, sequence.cacheable_tokens)
         prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
-        if not self._fits(sequence, prefix):
+        demand = self._demand_with(sequence, prefix)
+        if not self._fits(demand):
             return None
         missing = hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE]
         if ahead and self._cache.may_restore(missing):
             raise MustReadError
-        self.running[self.waiting.popleft()] = prefix
+        self.running[self.waiting.popleft()], self._demand = prefix, demand
         self._cache.ref(prefix)
         restored = self._cache.restore(missing)
         sequence.block_table = [*prefix, *restored]
@@ -116,13 +120,14 @@ class Scheduler(ABC, Generic[S]):
             self.shared_tokens += sequence.cached
         return sequence
 
-    def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
-        """Whether the cache can hold `sequence`, which starts with the blocks `prefix`, beside the running ones."""
-        prefixes = [*self.running.values(), prefix]
-        sequences = [*self.running, sequence]
-        steps = [self._steps_left(s) for s in sequences]
-        peak = peak_blocks(sequences, [len(blocks) for blocks in prefixes], steps)
-        return peak + len(set(chain.from_iterable(prefixes))) <= self._cache.num_blocks
+    def _demand_with(self, sequence: S, prefix: Sequence[int]) -> BlockDemand:
+        """That of the running sequences and of one that starts with the blocks `prefix`."""
+        if self._demand is None:
+            self._demand = BlockDemand([(s, blocks, self._steps_left(s)) for s, blocks in self.running.items()])
+        return self._demand.plus(sequence, prefix, self._steps_left(sequence))
+
+    def _fits(self, demand: BlockDemand) -> bool:
+        return demand.most_blocks <= self._cache.num_blocks
 
     def _steps_left(self, sequence: S) -> int:
         if self._average is None or sequence in self._preempted:
@@ -164,6 +169,7 @@ class Scheduler(ABC, Generic[S]):
 
     def _preempt(self, sequence: S) -> None:
         del self.running[sequence]
+        self._demand = None
         self._forget(sequence)
         self._preempted.add(sequence)
         self.preemptions += 1

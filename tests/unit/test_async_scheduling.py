@@ -40,7 +40,7 @@ class Known(ActiveSequence):
 class Rash(ContinuousScheduler):
     """Lets everyone in at once, so that sequences are preempted."""
 
-    def _fits(self, sequence, prefix):
+    def _fits(self, demand):
         return True
 
 

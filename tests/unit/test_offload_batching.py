@@ -7,17 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.offload.admission import AverageLength, peak_blocks
+from engines.offload.admission import AverageLength, BlockDemand
 from engines.offload.block_scheduler import BlockScheduler
 from engines.offload.kv_cache.block_hashes import extend_block_hashes
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
-from engines.offload.prefill_budget import PrefillBudget, search_prefill_budget
+from engines.offload.prefill_budget import PrefillBudget, search_prefill_budget, steady_blocks
 from engines.offload.scheduled_chunk import prompt_rows
 from engines.offload.scheduler import ContinuousScheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
-from harness.api import GenerationRequest, SamplingParams
+from harness.api import GenerationRequest, OffloadPolicy, SamplingParams
 
 _others = itertools.count()
 
@@ -84,12 +84,38 @@ def test_blocks_serve_everyone_within_the_cache(pairs, blocks, size, batches, ch
     assert max(held) <= blocks
 
 
-@given(lengths)
-def test_the_predicted_peak_is_the_peak(pairs):
-    sequences = [generation(p, n) for p, n in pairs]
-    steps = max(n for _, n in pairs)
-    by_hand = max(sum(blocks_for(p + t) for p, n in pairs if t < n) for t in range(steps))
-    assert peak_blocks(sequences, [0] * len(sequences), [n for _, n in pairs]) == by_hand
+demands = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
+
+
+@given(demands, st.integers(0, 25))
+def test_the_predicted_peak_is_the_peak(rows, at_once):
+    """However many of the sequences were there before the others came, one by one."""
+    known = [(generation(p, n), range(min(shared, p // BLOCK_SIZE)), n) for p, n, shared in rows]
+    demand = BlockDemand(known[:at_once])
+    for one in known[at_once:]:
+        before = demand.most_blocks
+        demand, smaller = demand.plus(*one), demand
+        assert smaller.most_blocks == before <= demand.most_blocks
+    most = max(len(prefix) for _, prefix, _ in known)  # all of them begin with the same blocks
+    by_hand = max(
+        sum(blocks_for(len(s.tokens) + t) - len(prefix) for s, prefix, n in known if t < n)
+        for t in range(max(n for _, _, n in known))
+    )
+    assert demand.most_blocks == by_hand + most
+
+
+def test_a_sweep_is_measured_over_four_blocks():
+    blocks = {schedule: steady_blocks(OffloadPolicy(schedule=schedule)) for schedule in ("row", "zigzag", "sweep")}
+    assert blocks == {"row": 1, "zigzag": 1, "sweep": 4}
+
+
+def test_where_no_balance_exceeds_what_keeps_sequences_running_there_is_one_budget():
+    [budget] = {search_prefill_budget([((1,) * 64, 8)] * 9, 400, 8, 8, rows, 512) for rows in (1, 32, 64)}
+    assert [budget(decoding) for decoding in (0, 8, 1000)] == [64, 64, 64]
+
+
+def test_nobody_demands_nothing():
+    assert BlockDemand().most_blocks == 0
 
 
 def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
@@ -143,7 +169,7 @@ def test_a_sequence_waits_for_its_arrival():
 class Rash(ContinuousScheduler):
     """Lets everyone in at once, so that the cache is too small and someone must be put back."""
 
-    def _fits(self, sequence, known):
+    def _fits(self, demand):
         return True
 
 

@@ -1,6 +1,7 @@
 """The disk in virtual time: weights, KV blocks and activations take turns on it."""
 
-from collections import deque
+from bisect import bisect_right
+from operator import itemgetter
 
 from engines.offload.memory.kv_blocks import STAGES
 from engines.offload.timeline import Timeline
@@ -24,7 +25,7 @@ class VirtualDisk:
         self.read_slowdown = 1.0
         #: The time from which on it is idle.
         self.free = 0.0
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS)
+        self._gaps: list[tuple[float, float]] = []  # in their order
 
     def read(self, lane: str, name: str, nbytes: float, ready: float) -> float:
         """Reads bytes that may be read from time `ready` on; returns when they are in memory."""
@@ -43,23 +44,24 @@ class VirtualDisk:
 
     def _reserve(self, seconds: float, ready: float) -> list[tuple[float, float]]:
         """Intervals of disk time for a transfer: idle ones from `ready` on first, then from when the disk is free."""
-        intervals = []
-        if self._gaps and ready < self._gaps[-1][1]:
-            gaps, self._gaps = self._gaps, deque(maxlen=_GAPS)
-            for low, high in gaps:
-                start = max(low, ready)
-                end = min(high, start + seconds)
-                if end > start:
-                    intervals.append((start, end))
-                    seconds -= end - start
-                    self._gaps.extend(gap for gap in ((low, start), (end, high)) if gap[0] < gap[1])
-                else:
-                    self._gaps.append((low, high))
-            if intervals and seconds <= 0:
+        intervals, gaps = [], self._gaps
+        at = bisect_right(gaps, ready, key=itemgetter(1))  # the first that ends later
+        while at < len(gaps):
+            low, high = gaps[at]
+            start = max(low, ready)
+            end = min(high, start + seconds)
+            intervals.append((start, end))
+            rest = [gap for gap in ((low, start), (end, high)) if gap[0] < gap[1]]
+            gaps[at : at + 1] = rest
+            if start + seconds <= high:
+                del gaps[:-_GAPS]
                 return intervals
+            seconds -= end - start
+            at += len(rest)
         start = max(self.free, ready)
         if start > self.free:
-            self._gaps.append((self.free, start))
+            gaps.append((self.free, start))
+            del gaps[:-_GAPS]
         self.free = start + seconds
         return [*intervals, (start, self.free)]
 

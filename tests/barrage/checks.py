@@ -71,10 +71,10 @@ def _wrong_words(outcome: Outcome) -> str:
         return ""
     lines = [line for line in outcome.err.split("\n") if line.strip()]
     if case.arguments[:1] == ("validate",) and lines and not _ERROR.match(lines[-1]):
-        return "" if len(lines) == 1 else f"{len(lines)} lines: {lines[-1][:150]!a}"
+        return "" if len(lines) == 1 or all(map(_IN_SUITE.match, lines)) else f"{len(lines)} lines: {lines[-1][:150]!a}"
     # notes may come before the error; what follows it would be its second line
     errors = [i for i, line in enumerate(lines) if _ERROR.match(line)]
-    # but for a suite, which may have an error in each of several places
+    # but for a suite, which may have several errors
     if len(errors) == 1 and all(map(_IN_SUITE.match, lines[errors[0] + 1 :])):
         return ""
     return f"{len(errors)} errors in {len(lines)} lines: {_last(outcome.err)}"

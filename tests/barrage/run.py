@@ -163,7 +163,8 @@ class _Batch:
         if not done:
             if case.interrupt_s is not None and not one.interrupted:
                 self._interrupt(pid, one)
-            if seconds < self._most_s or (seconds < _SHARED * self._most_s and _cpu_s(pid) < self._most_s):
+            most_s = self._most_s * max(1, case.shell.count('"$@"'))  # it may start several commands
+            if seconds < most_s or (seconds < _SHARED * most_s and _cpu_s(pid) < most_s):
                 return None
             os.killpg(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)

@@ -92,6 +92,7 @@ REFUSED = Case("kind", "name", ("report", "x"))
         ({"left": ("tmp/x",)}, {"leftovers"}),
         ({"err": "", "case": replace(REFUSED, shell='exec "$@" 2>&-')}, set()),
         ({"err": "x.yaml:1:1: no\n", "case": replace(REFUSED, arguments=("validate", "x.yaml"))}, set()),
+        ({"err": "x.yaml:1:1: no\nx.yaml:1:1: nor this\n", "case": replace(REFUSED, arguments=("validate",))}, set()),
         ({"err": "x.yaml:1:1: no\ny\n", "case": replace(REFUSED, arguments=("validate", "x.yaml"))}, {"several lines"}),
     ],
 )

@@ -60,7 +60,7 @@ class DiskTier:
                 if os.fstat(self._blocks).st_size > self.capacity * block_bytes:
                     os.truncate(self._blocks, self.capacity * block_bytes)
             except OSError as exc:
-                raise HarnessError(f"kv_store: {path} cannot be used: {exc.strerror or exc}") from exc
+                raise HarnessError(f"kv_store: cannot use {exc.filename or path}: {exc.strerror or exc}") from exc
             self._open = stack.pop_all()
 
     def __len__(self) -> int:

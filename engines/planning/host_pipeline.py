@@ -39,8 +39,12 @@ class HostPipelinePlanner(HostPlanner):
         self._link = (profile.between, 0.0) if link is None else (link.rate and link.rate / 8, link.delay_s)
         self._at_once = stages if at_once is None else at_once
         shapes = [stage_shape(job.shape, n, k == stages - 1) for k, n in enumerate(self.layers)]
-        alike = {shape: HostPlanner(replace(job, shape=shape, counts=()), profile) for shape in dict.fromkeys(shapes)}
-        self._stages = [alike[shape] for shape in shapes]
+        # as of the engine's ranks: a pass is announced, and its hidden states leave each stage but the last
+        wait_s = stages * self._link[1] if stages > 1 else None
+        alike = {
+            each: HostPlanner(replace(job, shape=each, counts=()), profile, wait_s) for each in dict.fromkeys(shapes)
+        }
+        self._stages = [alike[each] for each in shapes]
         # by a policy with the fractions of all ranks together: the one that says what each rank does
         self._asked: dict[OffloadPolicy, OffloadPolicy] = {}
 
@@ -50,7 +54,7 @@ class HostPipelinePlanner(HostPlanner):
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions of all ranks together. Raises InfeasibleError as the engine does."""
-        placed = self._placed_stages(policy)
+        placed = self.placed_stages(policy)
         on_disk = sum(one.streamed_bytes for one in placed) / sum(tile.nbytes for one in placed for tile in one.tiles)
         last = self._stages[-1].with_fractions(_of_rank(policy))
         complete = replace(policy, weights=(0.0, 1 - on_disk, on_disk), cache=last.cache, activations=last.activations)
@@ -62,7 +66,7 @@ class HostPipelinePlanner(HostPlanner):
         InfeasibleError for a policy that does not fit."""
         parts = [stage.estimate(_of_rank(policy)) for stage in self._stages]
         longest = max(parts, key=lambda part: part.block_latency_s)
-        several = self._groups(policy, self._placed_stages(policy)) > 1
+        several = self._groups(policy, self.placed_stages(policy)) > 1
         seconds = longest.block_latency_s if several else sum(part.block_latency_s for part in parts)
         factor = seconds / longest.block_latency_s
         return replace(
@@ -75,7 +79,7 @@ class HostPipelinePlanner(HostPlanner):
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
-        one, placed = _of_rank(policy), self._placed_stages(policy)
+        one, placed = _of_rank(policy), self.placed_stages(policy)
         groups = self._groups(policy, placed)
         profile = self._profile_for(one)
         slowdown = min(1.0, self._at_once / min(groups, len(placed)))
@@ -113,7 +117,8 @@ class HostPipelinePlanner(HostPlanner):
     def read_share(self, policy: OffloadPolicy, rows: int) -> float:
         return self._stages[0].read_share(_of_rank(policy), rows)
 
-    def _placed_stages(self, policy: OffloadPolicy) -> list[PlacedModel]:
+    def placed_stages(self, policy: OffloadPolicy) -> list[PlacedModel]:
+        """By stage, its layers as the engine would load them. Raises InfeasibleError as the engine does."""
         asked = _of_rank(self._asked.get(policy, policy))
         return [stage.placed(asked) for stage in self._stages]
 

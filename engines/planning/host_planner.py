@@ -37,8 +37,9 @@ _MAX_SEQUENCES = 1024
 class HostPlanner(ClosedFormPlanner):
     """Plans our engine on a machine without a device: estimates by the closed form, predicts in virtual time."""
 
-    def __init__(self, job: PlannedJob, profile: HardwareProfile) -> None:
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, stage_wait_s: float | None = None) -> None:
         super().__init__(job, profile, engine_cost_model("offload"))
+        self._stage_wait_s = stage_wait_s
         self._placements: dict[OffloadPolicy, PlacedModel] = {}
         self._budget = int(job.budget if job.budget is not None else profile.host.memory - SYSTEM_BYTES)
         if self._budget <= 0:
@@ -117,21 +118,25 @@ class HostPlanner(ClosedFormPlanner):
         if policy not in self._placements:
             threads = policy.threads or self.profile.host.cores
             machine = Machine(self._profile_for(policy))
-            self._placements[policy] = place_model(self.job, policy, self._budget, threads, machine)
+            wait_s = self._stage_wait_s
+            self._placements[policy] = place_model(self.job, policy, self._budget, threads, machine, wait_s)
         return self._placements[policy]
 
 
 def place_model(
-    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine
-) -> PlacedModel:
+    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine,
+    stage_wait_s: float | None = None,
+) -> PlacedModel:  # fmt: skip
     """Places a model as the engine would within `budget` bytes (None: unlimited), by the rates of `machine`.
+
+    `stage_wait_s`: for a stage of a pipeline, the seconds that links add to a pass; its cache stays in memory.
 
     Raises InfeasibleError as the engine does.
     """
     placed, refusal = list[PlacedModel](), None
     for twelve_bits in weight_formats(policy, budget is not None):
         try:
-            placed.append(_place(job, policy, budget, threads, machine, twelve_bits))
+            placed.append(_place(job, policy, budget, threads, machine, stage_wait_s, twelve_bits))
         except InfeasibleError as exc:
             refusal = exc
     if refusal is not None and not placed:
@@ -140,8 +145,9 @@ def place_model(
 
 
 def _place(
-    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine, twelve_bits: bool
-) -> PlacedModel:
+    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine,
+    stage_wait_s: float | None, twelve_bits: bool,
+) -> PlacedModel:  # fmt: skip
     """With bfloat16 in `twelve_bits` or plain."""
     layers, outside, cache = storages(job.dtype, policy)
     compute_dtype = machine.host.dtype
@@ -156,9 +162,10 @@ def _place(
             policy.value_sparsity < 1,
         ),
     )  # fmt: skip
-    rates = _rates(machine, in_panels[0] or layers, policy)
+    rates = replace(_rates(machine, in_panels[0] or layers, policy), wait_s=stage_wait_s or 0.0)
     weights_on_disk = max(0, request.weight_bytes - (request.weight_bytes if budget is None else budget))
-    plan = plan_host_memory(request, policy, budget, rates, machine.profile.disk.capacity - weights_on_disk)
+    cache_on_disk = machine.profile.disk.capacity - weights_on_disk if stage_wait_s is None else 0
+    plan = plan_host_memory(request, policy, budget, rates, cache_on_disk)
     return PlacedModel(job.shape, tiles, cache, plan, job.usage)
 
 

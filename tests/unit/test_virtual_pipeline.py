@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engines.models.shapes import shape
 from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.prefill_budget import job_budget, make_scheduler
 from engines.planning.host_pipeline import HostPipelinePlanner
@@ -225,6 +226,21 @@ def test_a_token_takes_the_delay_of_each_link_that_it_passes_and_the_time_of_its
     )
     assert far.decode_s - near.decode_s == pytest.approx(8 * 2 * 0.5, rel=0.05)
     assert thin.decode_s - near.decode_s > 8 * 0.9  # a second for four rows in 16 bits
+
+
+def test_a_stage_is_placed_as_the_engine_places_it() -> None:
+    """Its cache stays in memory, and memory goes to sequences rather than weights where links make each pass long."""
+
+    def memory(lengths: Lengths, mib: int, delay_s: float) -> MemoryPlan:
+        job = PlannedJob(shape("facebook/opt-350m"), [lengths], 64, "bfloat16", float(mib << 20))
+        planner = HostPipelinePlanner(job, LAPTOP, 2, link=RankLink(None, delay_s))
+        [placed, _] = planner.placed_stages(OffloadPolicy(64, schedule="sweep", pipeline=2))
+        assert placed.plan.disk_kv_blocks == 0
+        return placed.plan
+
+    assert memory(Lengths(512, 128), 260, 0.0).sequences == 3  # 19 with most of the cache on disk
+    near, far = (memory(Lengths(64, 32), 340, delay_s) for delay_s in (1e-9, 1.0))
+    assert far.sequences > near.sequences
 
 
 def test_a_plan_names_the_stage_that_takes_longest_and_a_slow_link() -> None:

@@ -218,6 +218,12 @@ def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, load, m
         list(engine.generate(requests))
 
 
+def test_what_fits_nowhere_is_refused_before_rates_are_measured_which_takes_more(model, cache, load, monkeypatch):
+    monkeypatch.setattr(host, "pass_rates", lambda *_: pytest.fail("measures rates within 40 MiB"))
+    with pytest.raises(InfeasibleError, match="the budget is 40 MiB"):
+        load(model, cache, 40 << 20, schedule="row", gpu_batch_size=2)
+
+
 def test_plans_leave_the_disk_room_for_weights_that_are_still_to_be_converted(tmp_path, load, monkeypatch):
     """The first load, which converts them, and the second find the same place for the cache, or both none."""
     model = tiny(tmp_path / "deep", "opt", num_hidden_layers=12)

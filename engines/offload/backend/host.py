@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from engines.common.work_memory import SLACK_BYTES
 from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement, free_disk
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
@@ -71,6 +72,8 @@ class HostBackend(Backend):
         try:
             self._plan = plan_host_memory(request, policy, limits.host_memory)
         except InfeasibleError as exc:
+            if (limits.host_memory or 0) <= SLACK_BYTES:  # rates change nothing, and measuring them takes as much
+                raise
             refusal = exc
         if refusal is not None or self._may_be_faster:
             hidden, scratch = self._load.model.shape.hidden, self._load.job.scratch

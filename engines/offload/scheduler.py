@@ -81,7 +81,6 @@ class Scheduler(ABC, Generic[S]):
     def finish(self, sequence: S) -> None:
         """Removes a sequence that runs or waits and frees its blocks. Idempotent."""
         self.changes += 1
-        self._demand = None
         if self.running.pop(sequence, None) is not None:
             if self._average is not None:
                 self._average.observe(sequence)
@@ -104,16 +103,14 @@ class Scheduler(ABC, Generic[S]):
         hashes = self._hashes.setdefault(sequence, [])
         extend_block_hashes(sequence.tokens, hashes, sequence.cacheable_tokens)
         prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
-        demand = self._demand_with(sequence, prefix)
-        if not self._fits(demand):
+        if not self._fits(demand := self._demand_with(sequence, prefix)):
             return None
         missing = hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE]
         if ahead and self._cache.may_restore(missing):
             raise MustReadError
         self.running[self.waiting.popleft()], self._demand = prefix, demand
         self._cache.ref(prefix)
-        restored = self._cache.restore(missing)
-        sequence.block_table = [*prefix, *restored]
+        sequence.block_table = [*prefix, *self._cache.restore(missing)]
         sequence.cached = len(sequence.block_table) * BLOCK_SIZE
         if sequence.found_tokens is None:  # a preempted sequence may find blocks of its first run
             sequence.found_tokens = sequence.cached
@@ -130,9 +127,8 @@ class Scheduler(ABC, Generic[S]):
         return demand.most_blocks <= self._cache.num_blocks
 
     def _steps_left(self, sequence: S) -> int:
-        if self._average is None or sequence in self._preempted:
-            return sequence.steps_left
-        return self._average.steps_left(sequence)
+        guess = None if sequence in self._preempted else self._average
+        return sequence.steps_left if guess is None else guess.steps_left(sequence)
 
     def _allocate_blocks(
         self, batches: Sequence[Sequence[ScheduledChunk[S]]], ahead: bool
@@ -169,7 +165,6 @@ class Scheduler(ABC, Generic[S]):
 
     def _preempt(self, sequence: S) -> None:
         del self.running[sequence]
-        self._demand = None
         self._forget(sequence)
         self._preempted.add(sequence)
         self.preemptions += 1
@@ -177,7 +172,7 @@ class Scheduler(ABC, Generic[S]):
         self.waiting.appendleft(sequence)
 
     def _forget(self, sequence: S) -> None:
-        hashes = self._hashes.pop(sequence, [])
+        self._demand, hashes = None, self._hashes.pop(sequence, [])
         known = min(len(hashes), sequence.cached // BLOCK_SIZE)
         self._cache.keep(sequence.block_table[:known], hashes[:known])
         self._cache.free(sequence.block_table)

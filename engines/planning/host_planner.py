@@ -35,7 +35,10 @@ _MAX_SEQUENCES = 1024
 
 
 class HostPlanner(ClosedFormPlanner):
-    """Plans our engine on a machine without a device: estimates by the closed form, predicts in virtual time."""
+    """Plans our engine on a machine without a device: estimates by the closed form, predicts in virtual time.
+
+    `stage_wait_s`: as in place_model.
+    """
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile, stage_wait_s: float | None = None) -> None:
         super().__init__(job, profile, engine_cost_model("offload"))

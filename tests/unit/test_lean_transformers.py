@@ -49,6 +49,24 @@ def test_an_answer_needs_no_compiler_and_no_optimizer(tmp_path, cache):
     assert python(ANSWER, model, cache).strip() == ""
 
 
+CALIBRATED = """
+import shutil, sys
+from pathlib import Path
+from engines.offload.calibrate.engine import random_model
+
+model = random_model(Path(sys.argv[1]))
+assert (model.shape.num_layers, model.shape.hidden, model.dtype) == (4, 2048, "bfloat16")
+shutil.rmtree(sys.argv[1])
+print(*{"torch._dynamo", "torch._inductor"} & set(sys.modules))
+"""
+
+
+def test_calibration_s_model_needs_no_compiler(tmp_path):
+    """Whose import leaves a folder among the temporary files."""
+    (tmp_path / "scratch").mkdir()
+    assert python(CALIBRATED, tmp_path / "scratch").strip() == ""
+
+
 SCANS = """
 import sys
 from pathlib import Path

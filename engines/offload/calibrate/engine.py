@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, OPTConfig
-from transformers.utils import logging
 
+from engines.models import dummy_weights
 from engines.models.checkpoints import prepare
 from engines.offload.engine import OffloadEngine
 from harness import api
@@ -44,7 +43,7 @@ def measure(
     """
     samples: dict[str, list[float]] = defaultdict(list)
     with scratch_folder(cache) as folder:
-        model = _model(folder)
+        model = random_model(folder)
         kernels = cache.resolve() / "kernels"  # compiled kernels stay; converted weights go with the folder
         kernels.mkdir(exist_ok=True)
         (folder / "cache").mkdir(exist_ok=True)
@@ -140,15 +139,15 @@ def _run(engine: OffloadEngine, job: tuple[int, int, int]) -> Mapping[str, float
     return engine.trace().metrics
 
 
-def _model(folder: Path) -> api.LocalModel:
+def random_model(folder: Path) -> api.LocalModel:
     """Four layers of opt-1.3b's size with random weights."""
-    config = OPTConfig(
-        vocab_size=_VOCAB, hidden_size=_HIDDEN, word_embed_proj_dim=_HIDDEN, ffn_dim=4 * _HIDDEN,
-        num_hidden_layers=_LAYERS, num_attention_heads=_HIDDEN // 64, max_position_embeddings=1024,
-    )  # fmt: skip
-    logging.disable_progress_bar()
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    module.save_pretrained(folder / "model")
+    config = {
+        "model_type": "opt", "vocab_size": _VOCAB, "hidden_size": _HIDDEN, "word_embed_proj_dim": _HIDDEN,
+        "ffn_dim": 4 * _HIDDEN, "num_hidden_layers": _LAYERS, "num_attention_heads": _HIDDEN // 64,
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (folder / "model").mkdir()
+    dummy_weights.write(dummy_weights.plan(config, "bfloat16"), lambda done, total: None, folder / "model")
     return prepare(api.ModelSpec(str(folder / "model")), folder / "cache")
 
 

@@ -38,6 +38,7 @@ def _recorded(bench: Bench, job: Job) -> tuple[Cli, list[Entry]]:
     name = f"power-{job.name}"
     if log.exists():
         return Cli((bench.folder / name).resolve()), entries(log)
+    bench.reference(job)  # compiles kernels: their folder is a link, so that no record would tell of their syncs
     cli = bench.place(name)
     job.prepare(cli, bench)
     run(cli, job.command(cli), bench.shim(cli, log=log).environment())

@@ -51,7 +51,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     context raises, the old file stays. It is locked as by `locked`. Raises OSError."""
     # nobody can guess the name; and where something is there nevertheless, a link for one, it is not opened
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
-    _remove_abandoned(path)
+    remove_abandoned_files(path.parent, glob.escape(path.name))
     try:
         with temporary.open("xb") as file:
             with contextlib.suppress(OSError):  # a file system without locks
@@ -67,11 +67,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Removes what killed processes left where `replacing(path)` writes. A process id alone does not tell: it may be of
-    another container, whose process holds the lock."""
+def remove_abandoned_files(folder: Path, name: str = "*") -> None:
+    """Removes what killed processes left where `replacing` writes the files in `folder` called `name`, a pattern. A
+    process id alone does not tell: it may be of another container, whose process holds the lock."""
     with contextlib.suppress(OSError, OverflowError):  # the latter for a number that is no process's
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        for left in folder.glob(f".{name}.*.tmp"):
             number = left.name.split(".")[-2]
             if number.isdecimal() and not psutil.pid_exists(int(number)):
                 with contextlib.suppress(HarnessError), locked(left, ""):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from harness.common.files import remove_abandoned_files
 from harness.common.locks import lock
 from harness.common.system import LOCK_EX, LOCK_NB, flock
 
@@ -39,7 +40,9 @@ def scratch_folder(cache: Path, name: str = "") -> Iterator[Path]:
 
 
 def remove_abandoned(cache: Path) -> None:
-    """Removes the scratch folders below `cache` whose processes were killed, as far as this process may."""
+    """Removes the scratch folders below `cache`, and the half-written files in it, whose processes were killed, as far
+    as this process may."""
+    remove_abandoned_files(cache)
     parent = cache / WORK
     if parent.is_dir():
         with suppress(OSError), _held(parent):

@@ -62,6 +62,14 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([alive.name, foreign.name, "a.json"])
 
 
+def test_what_a_killed_writer_left_in_a_cache_goes_also_where_nobody_writes_that_file_again(tmp_path):
+    left, alive, foreign = (tmp_path / f".{name}.tmp" for name in (f"a.json.{NOBODY}", "b.json.1", "notes.of.mine"))
+    for path in (left, alive, foreign, tmp_path / "a.json"):
+        path.write_text("half")
+    remove_abandoned(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([alive.name, foreign.name, "a.json"])
+
+
 def test_a_file_that_a_process_of_another_container_writes_stays(tmp_path):
     theirs = tmp_path / f".a.json.{NOBODY}.tmp"
     with locked(theirs, ""):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -283,9 +283,9 @@ class _DevicePlanner(MemoryPlanner):
         """Work memory of the host's products with experts: a tile in float32 and cast, the rows of a batch that go to
         its experts and their sum, and what one expert makes of its rows."""
         usage, shape = self._request.usage, self._request.shape
-        tiles = [tile for tile in self._request.tiles if tile.matrix in usage.experts]
-        if not self._policy.cpu_experts or not tiles:
+        if not self._policy.cpu_experts or not usage.experts:
             return 0
+        tiles = [tile for tile in self._request.tiles if tile.matrix in usage.experts]
         largest_tile = max(math.prod(tile.shape) for tile in tiles)
         outputs: dict[str, int] = {}
         for tile in tiles:
@@ -351,10 +351,11 @@ class _DevicePlanner(MemoryPlanner):
                 return chosen
             nbytes = max(0, nbytes - over - self._request.largest_tile)
 
-    def _unit(self, index: int) -> Hashable:
-        """What is placed as a whole: an expert that the host may multiply, else each tile."""
-        matrix = self._request.tiles[index].matrix
-        return self._request.usage.experts.get(matrix, index) if self._policy.cpu_experts else index
+    @property
+    def _unit(self) -> Callable[[int], Hashable] | None:
+        """By a tile's index, what is placed as a whole: an expert that the host may multiply. None: each tile."""
+        tiles, experts = self._request.tiles, self._request.usage.experts
+        return (lambda index: experts.get(tiles[index].matrix, index)) if self._policy.cpu_experts else None
 
     def _pinned_bytes(self, chosen: frozenset[int], kv: _KVBlocks) -> int:
         """Bytes of the pinned pieces that hold these tiles and the KV blocks."""

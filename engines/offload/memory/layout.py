@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from engines.offload.memory.storage import Grouped, Panels, WeightStorage
 from harness.api import ModelShape
@@ -82,7 +83,7 @@ class WeightTile:
     nbytes: int
     stored: WeightStorage
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Bytes to read: `nbytes` rounded up to a multiple of ALIGN."""
         return aligned(self.nbytes)

@@ -16,7 +16,8 @@ def wasted(nbytes: int, largest: int) -> int:
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
     """Bytes of all pieces that hold tensors of these sizes."""
-    return sum(size for size, _ in packed([aligned(size) for size in sizes]))
+    counts = Counter(sizes)  # most are alike
+    return sum(piece for piece, _ in packed([n for size in counts for n in [aligned(size)] * counts[size]]))
 
 
 def packed(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:

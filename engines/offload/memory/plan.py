@@ -137,8 +137,13 @@ def evenly(
 ) -> frozenset[int]:
     """Chooses tiles of `among` that fit `nbytes`, spread over the pass so that the rest streams at a steady rate. Tiles
     of one `unit` that follow each other are chosen together; None: each by itself."""
-    units = [list(alike) for _, alike in itertools.groupby(among, unit)]
-    sizes = [sum(tiles[i].nbytes for i in alike) for alike in units]
+    units: list[Sequence[int]]
+    if unit is None:  # a search plans memory thousands of times
+        units = [(i,) for i in among]
+        sizes = [tiles[i].nbytes for (i,) in units]
+    else:
+        units = [tuple(alike) for _, alike in itertools.groupby(among, unit)]
+        sizes = [sum(tiles[i].nbytes for i in alike) for alike in units]
     share = nbytes / max(1, sum(sizes))
     chosen, taken, seen = set[int](), 0, 0
     for alike, size in zip(units, sizes, strict=True):
@@ -156,8 +161,9 @@ def hottest(
     """Chooses tiles of `among` that fit `nbytes`: first those that a pass reads with the highest of `probabilities`,
     which saves most reads for their bytes. Of tiles that are about as likely they are chosen `evenly`, by `unit`."""
     classes: dict[int, list[int]] = {}
+    class_of = {p: round(p * _CLASSES) for p in set(probabilities)}
     for i in among:
-        classes.setdefault(round(probabilities[i] * _CLASSES), []).append(i)
+        classes.setdefault(class_of[probabilities[i]], []).append(i)
     chosen: frozenset[int] = frozenset()
     for _, alike in sorted(classes.items(), reverse=True):
         more = evenly(tiles, alike, nbytes, unit)

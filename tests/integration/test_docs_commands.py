@@ -117,3 +117,30 @@ def test_the_serving_guide_names_suites_cells_and_keys_that_there_are(cli):
         )
         named = [value for option, value in itertools.pairwise(options) if option == "--cell"]
         assert verb == "validate" or all(name in told.stdout for name in named or ("vllm", "transformers_serve"))
+
+
+def printed_plans():
+    """What pages say that `harness plan` prints: its arguments, and the lines."""
+    plan = (ROOT / "docs/guides/plan.md").read_text()
+    blocks = r"^```sh\n(?:harness ls hardware\n)?(harness plan [^`]*?)^```\n(?:[^`]*?)^```text\n(.*?)^```"
+    for text, printed in re.findall(blocks, plan, re.MULTILINE | re.DOTALL):
+        yield shlex.split(text)[1:], printed.strip("\n").splitlines()
+    job = ["--prompt-len", "512", "--gen-len", "32", "--hardware", "t4_gcp"]
+    for model, rate in re.findall(
+        r"^\| `(facebook/[^`]+)` \| ([\d.]+) \|", (ROOT / "docs/model.md").read_text(), re.MULTILINE
+    ):
+        yield ["plan", model, *job], [f"  {rate} token/s,"]
+
+
+PLANS = list(printed_plans())
+
+
+def test_the_plans_of_pages_are_found():
+    assert len(PLANS) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "lines"), PLANS, ids=lambda part: " ".join(part[:6]))
+def test_a_plan_is_what_a_page_says(arguments, lines, cli):
+    printed = cli(*arguments).stdout
+    assert [line for line in lines if line not in printed] == []

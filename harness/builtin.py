@@ -151,7 +151,7 @@ ENGINES: Mapping[str, EngineEntry] = {
     ),
     "openai_api": EngineEntry(
         "engines.adapters.openai_api:OpenAiApiEngine",
-        ("httpx2",),
+        ("aiohttp",),
         "client",
         summary="any OpenAI-compatible server, started by a command or given by its address; for online workloads",
         refuses="engines.adapters.refusals:openai_api",

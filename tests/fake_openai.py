@@ -2,7 +2,7 @@
 
 Faults by the first token id of a prompt: 501 answers HTTP 503, 400 answers HTTP 400, 502 drops the connection after a
 piece, 503 sends an error in the stream, 504 sends two tokens a piece, 505 answers one token whatever is asked, 506
-never ends.
+never ends, 507 tells of no cache, 508 sends what is no JSON, 509 sends an event of 3 MiB.
 """
 
 import argparse
@@ -60,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
             if fault == 503:
                 self._event({"error": {"message": "out of blocks"}})
                 return
+            if fault == 508:
+                self._write(b"data: {nothing\n\n")
+            if fault == 509:
+                self._event({"choices": [self._choice(body, "x" * (3 << 20), None)]})
             while fault == 506 and i == 0:
                 time.sleep(0.02)
                 self._event({"choices": []})

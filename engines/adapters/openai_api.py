@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx2
+import aiohttp
 
 from engines.adapters.openai_client import Completion, RequestFailed, client, complete
 from engines.adapters.server_process import PLACES, Launch, ServerProcess, free_port
@@ -60,13 +60,14 @@ class OpenAiApiEngine(api.OnlineEngine):
         if base_url and not base_url.startswith(("http://", "https://")):
             raise TypeError(f"base_url {base_url!r} must begin with http:// or https://")
         self._base_url, self._launch = base_url.rstrip("/").removesuffix("/v1"), Launch(command, image)
-        self._served, self._endpoint, self._prompt, self._health = model, endpoint, prompt, health
+        self._served, self._endpoint, self._prompt = model, endpoint, prompt
+        self._health = f"/{health.lstrip('/')}"
         self._start_timeout, self._api_key_env = start_timeout, api_key_env
         self._body: dict[str, Any] = {"ignore_eos": True} | dict(body or {})
         self._pieces_differ = 0
 
     def capabilities(self) -> api.Capabilities:
-        return api.Capabilities(phased=False, remote=True, device=True, packages=("httpx2",))
+        return api.Capabilities(phased=False, remote=True, device=True, packages=("aiohttp",))
 
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
@@ -85,7 +86,8 @@ class OpenAiApiEngine(api.OnlineEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai client", daemon=True)
         self._thread.start()
-        self._http = self._call(self._open(url, key))
+        self._url = url
+        self._http = self._call(self._open(key))
         healthy = self._server.wait if self._server else _wait_for_given
         healthy(lambda: self._call(self._answers()), self._start_timeout if self._server else 5.0)
         if not self._served:
@@ -186,7 +188,7 @@ class OpenAiApiEngine(api.OnlineEngine):
         if self._loop is not None:
             for request_id in list(self._pending):
                 self.cancel(request_id)
-            self._call(self._http.aclose())
+            self._call(self._http.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -201,21 +203,22 @@ class OpenAiApiEngine(api.OnlineEngine):
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _open(self, url: str, key: str) -> httpx2.AsyncClient:
-        return client(url, key, local=self._server is not None)
+    async def _open(self, key: str) -> aiohttp.ClientSession:
+        return client(key, local=self._server is not None)
 
     async def _answers(self) -> bool:
         try:
-            return bool((await self._http.get(self._health, timeout=10.0)).status_code == 200)
-        except httpx2.HTTPError:  # not listening yet
+            async with self._http.get(f"{self._url}{self._health}", timeout=aiohttp.ClientTimeout(10.0)) as response:
+                return bool(response.status == 200)
+        except (aiohttp.ClientError, OSError):  # not listening yet
             return False
 
     async def _get(self, path: str) -> Any:
         """The JSON at a path; None where there is none."""
         try:
-            response = await self._http.get(path, timeout=30.0)
-            return response.json() if response.status_code == 200 else None
-        except (httpx2.HTTPError, ValueError):
+            async with self._http.get(f"{self._url}{path}", timeout=aiohttp.ClientTimeout(30.0)) as response:
+                return await response.json(content_type=None) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
             return None
 
     async def _first_model(self) -> str:
@@ -246,7 +249,7 @@ class OpenAiApiEngine(api.OnlineEngine):
         sent = self.clock()
         try:
             path = "/v1/completions" if self._endpoint == "completions" else "/v1/chat/completions"
-            done = await complete(self._http, path, self._request_body(request), self.clock)
+            done = await complete(self._http, f"{self._url}{path}", self._request_body(request), self.clock)
             self._pieces_differ += done.pieces != done.generated
             self._events.put(api.FinishedEvent(_result(request, sent, done)))
         except asyncio.CancelledError:
@@ -255,7 +258,8 @@ class OpenAiApiEngine(api.OnlineEngine):
         except RequestFailed as exc:
             self._events.put(api.RefusedEvent(request.id, str(exc), "invalid" if exc.refused else "infeasible"))
         except Exception as exc:  # whatever a server sends must not stop the client
-            self._events.put(api.RefusedEvent(request.id, f"{type(exc).__name__}: {exc}"[:300], "infeasible"))
+            reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+            self._events.put(api.RefusedEvent(request.id, reason, "infeasible"))
         finally:
             self._tasks.pop(request.id, None)
 

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx2
+import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 
 #: A server may take long for its first token; the launch's own time limit ends what never comes.
-_TIMEOUT = httpx2.Timeout(None, connect=30.0)
-_UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+#: Bytes of an event at most are twice as many.
+_BUFFER = 1 << 20
 
 
 class RequestFailed(Exception):
@@ -33,16 +35,19 @@ class Completion:
     cached_tokens: int | None
 
 
-def client(base_url: str, api_key: str, local: bool) -> httpx2.AsyncClient:
-    """A client of any number of connections. A `local` server is never reached through a proxy."""
+def client(api_key: str, local: bool) -> aiohttp.ClientSession:
+    """A client of any number of connections, made in the event loop that uses it. A `local` server is never reached
+    through a proxy. Of the well-kept clients it takes least of the processor for a token: it may share the server's.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx2.AsyncClient(
-        base_url=base_url, headers=headers, timeout=_TIMEOUT, limits=_UNLIMITED, trust_env=not local
+    unlimited = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(
+        headers=headers, timeout=_TIMEOUT, connector=unlimited, trust_env=not local, read_bufsize=_BUFFER
     )
 
 
 async def complete(
-    http: httpx2.AsyncClient, path: str, body: Mapping[str, Any], now: Callable[[], float]
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], now: Callable[[], float]
 ) -> Completion:
     """Asks for one streamed completion. Raises RequestFailed."""
     pieces: list[float] = []
@@ -50,10 +55,9 @@ async def complete(
     finish = None
     last_empty = False
     try:
-        async with http.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                words = _message((await response.aread())[:2000])
-                code = response.status_code
+        async with http.post(url, json=body) as response:
+            if (code := response.status) != 200:
+                words = _message(await response.content.read(2000))
                 raise RequestFailed(f"the server answered HTTP {code}: {words}", 400 <= code < 500)
             async for event in _events(response):
                 if "error" in event:
@@ -65,9 +69,11 @@ async def complete(
                     if text or not (choice.get("finish_reason") or (choice.get("delta") or {}).get("role")):
                         pieces.append(now())
                         last_empty = not text
-    except httpx2.HTTPError as exc:
+    except (aiohttp.ClientError, OSError) as exc:
         dropped = f" after {len(pieces)} pieces" if pieces else ""
-        raise RequestFailed(f"the connection failed{dropped}: {type(exc).__name__} {exc}".strip()) from exc
+        cut = isinstance(exc, aiohttp.ClientPayloadError)
+        why = "the answer was cut off" if cut else f"{type(exc).__name__} {exc}".strip()
+        raise RequestFailed(f"the connection failed{dropped}: {why}") from exc
     if finish is None:
         raise RequestFailed(f"the stream ended early, after {len(pieces)} pieces")
     generated = usage.get("completion_tokens", len(pieces))
@@ -89,20 +95,28 @@ def spread(pieces: Sequence[float], tokens: int) -> tuple[float, ...]:
     return tuple(pieces[math.floor(i * last / (tokens - 1) + 0.5)] for i in range(tokens))
 
 
-async def _events(response: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE]."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    while line := await _line(response.content):
+        if not line.startswith(b"data:"):
             continue  # comments keep a connection alive
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             return
         try:
             event = json.loads(data)
         except ValueError:
-            raise RequestFailed(f"the server sent no JSON: {data[:80]!r}") from None
+            raise RequestFailed(f"the server sent no JSON: {data[:80].decode(errors='replace')!r}") from None
         if isinstance(event, dict):
             yield event
+
+
+async def _line(content: aiohttp.StreamReader) -> bytes:
+    """The next line; empty at the end."""
+    try:
+        return await content.readline()
+    except (ValueError, LineTooLong):  # as older versions of aiohttp say it, and newer
+        raise RequestFailed(f"the server sent an event of more than {2 * _BUFFER >> 20} MiB") from None
 
 
 def _message(body: bytes) -> str:

@@ -96,8 +96,10 @@ def test_answers_have_the_servers_counts_and_a_time_for_each_token(engine: OpenA
     [
         (501, "the server answered HTTP 503: the queue is full", "infeasible"),
         (400, "the server answered HTTP 400: too long", "invalid"),
-        (502, "the connection failed after 1 pieces: RemoteProtocolError", "infeasible"),
+        (502, "the connection failed after 1 pieces: the answer was cut off", "infeasible"),
         (503, "the server failed: out of blocks", "infeasible"),
+        (508, "the server sent no JSON: '{nothing'", "infeasible"),
+        (509, "the server sent an event of more than 2 MiB", "infeasible"),
     ],
 )
 def test_a_request_that_fails_is_told_in_one_line_and_others_go_on(

@@ -137,7 +137,7 @@ def pass_ops(
     tile = 0
     while tile < len(streamed):
         if (run := runs.get(tile)) and order:
-            for part, layer in order.turns(len(run)):
+            for part, layer in order.over_layers(len(run)):
                 ops += product(run[layer], part[0], order.batches(part))
             tile = run[-1].stop
             continue

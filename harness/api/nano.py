@@ -159,7 +159,7 @@ class NanoOrder:
         each = self.nano_batches // self.parts[name]
         return range(part * each, (part + 1) * each)
 
-    def turns(self, layers: int) -> Iterator[tuple[NanoProduct, int]]:
+    def over_layers(self, layers: int) -> Iterator[tuple[NanoProduct, int]]:
         """The products of so many layers in order, each with its layer's number."""
         behind = {product: self._time(product) // len(self.products) for product in self.products}
         for turn in range(layers + max(behind.values())):
@@ -176,11 +176,11 @@ class NanoOrder:
         return [(name, nano_batch * self.parts[name] // self.nano_batches) for name in PRODUCTS]
 
     @cached_property
-    def _places(self) -> Mapping[NanoProduct, int]:
-        return {product: place for place, product in enumerate(self.products)}
+    def _positions(self) -> Mapping[NanoProduct, int]:
+        return {product: position for position, product in enumerate(self.products)}
 
     def _time(self, product: NanoProduct) -> int:
         """When a product of a layer runs, counted in products from the turn in which the layer begins."""
-        place = self._places[product]
-        later = any(place < self._places["KQV", number] for number in self.batches(product))
-        return place + later * len(self.products)
+        position = self._positions[product]
+        later = any(position < self._positions["KQV", number] for number in self.batches(product))
+        return position + later * len(self.products)

@@ -20,7 +20,10 @@ NUMBER = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?(?![\w.]*\w)")
 FIGURE = re.compile(
     r"\d[\d.,]* (?:tok/s|token/s|tokens per dollar|[GT]FLOP/s)|\d+\.\d+(?:\*\*)? times|\[\d[\d.]*, \d[\d.]*\]"
 )
-GLOBS = ("README.md", "CHANGELOG.md", "docs/*.md", "docs/guides/*.md", "docs/developer/*.md", "docs/results/index.md", "engines/*/*.md")
+GLOBS = (
+    "README.md", "CHANGELOG.md", "docs/*.md", "docs/guides/*.md", "docs/developer/*.md", "docs/results/index.md",
+    "engines/*/*.md",
+)  # fmt: skip
 PAGES = sorted(str(page.relative_to(ROOT)) for pattern in GLOBS for page in ROOT.glob(pattern))
 
 

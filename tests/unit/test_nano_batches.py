@@ -45,7 +45,7 @@ def test_on_nanoflows_table_the_pipeline_is_no_longer_than_published(memory, cut
     if memory:  # in the middle products start as an engine starts them that runs the order
         started = [((o.name.removeprefix("GEMM-"), o.part), o.layer) for o in found.operations if o.kind == "compute"]
         started = [one for one in started if one[0][0] in PRODUCTS]
-        run = list(order_of(found).turns(LAYERS))
+        run = list(order_of(found).over_layers(LAYERS))
         first, end = (run.index((("KQV", 0), layer)) for layer in (3, 5))
         at = started.index((("KQV", 0), 3))
         assert started[at : at + end - first] == run[first:end]
@@ -61,7 +61,7 @@ def check_order_of(pipeline):
     assert order.parts == {name: pipeline.parts[f"GEMM-{name}"] for name in PRODUCTS}
     ends = {one.rows[1] for one in pipeline.operations if one.name == "GEMM-KQV"}
     assert any(order.cut == pytest.approx(end) for end in ends)
-    check_order(list(order.turns(3)), order)
+    check_order(list(order.over_layers(3)), order)
 
 
 @pytest.mark.parametrize(("units", "share"), [((0.12, 0.14), 0.25), ((0.3, 0.33), 0.5), ((0.3, 1.0), 0.5), ((1, 1), 1)])

@@ -25,7 +25,7 @@ ALONE = {}
 @given(nano_orders(), st.integers(1, 4))
 def test_an_order_runs_each_product_once_and_in_turn(order, layers):
     assert NanoOrder.parse(str(order)) == order
-    check_order(list(order.turns(layers)), order)
+    check_order(list(order.over_layers(layers)), order)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_the_operations_of_a_pass_follow_the_order(order, layers, rng):
     words = {overlap.before.start: (i, "KQV") for i, overlap in enumerate(overlaps)}
     words |= {overlap.after.start: (i, "O") for i, overlap in enumerate(overlaps)}
     found = [(words[op.tile], op.batch if op.batch >= 0 else 0) for op in multiplied if op.tile in words]
-    turns = [((layer, p[0]), order.batches(p).start) for p, layer in order.turns(len(layers)) if p[0] in ("KQV", "O")]
-    assert found == turns
+    planned = order.over_layers(len(layers))
+    assert found == [((layer, p[0]), order.batches(p).start) for p, layer in planned if p[0] in ("KQV", "O")]
 
 
 def test_fewer_nano_batches_than_an_order_has_overlap_attention_only():
@@ -189,7 +189,7 @@ def test_one_half_of_the_batch_is_a_layer_ahead(model, cache, load, monkeypatch)
         if name:
             found.append((int(matrix.split(".")[2]), name, batches))
     order = NanoOrder.parse(NANOFLOW)
-    expected = [(layer, p[0], tuple(order.batches(p))) for p, layer in order.turns(3)]
+    expected = [(layer, p[0], tuple(order.batches(p))) for p, layer in order.over_layers(3)]
     assert len(found) >= len(expected) and found[: len(expected)] == expected
     ahead = found.index((1, "KQV", (0,))), found.index((0, "D", (2, 3)))
     assert ahead[0] < ahead[1]

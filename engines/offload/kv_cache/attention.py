@@ -39,7 +39,7 @@ class AttentionContext:
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """Rows `rows` of a batch, whose offloaded blocks are staged together as number `number` of the pass."""
 
     number: int
@@ -71,7 +71,7 @@ class PackedAttention:
             )  # fmt: skip
             for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
                 seen[i] = rest
-        self.parts: list[Part] = []
+        self.parts: list[AttentionPart] = []
         for number, among in cache.parts(batch, len(chunks)):
             counts, cached, tables = zip(*(seen[i] for i in among), strict=True)
             longest = max(1, *map(len, tables))
@@ -79,7 +79,7 @@ class PackedAttention:
             metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table, number), upload)
             of_part = slice(rows[among.start], rows[among.stop])
             slots = self._slots([chunks[i] for i in among], number, of_part.start)
-            self.parts.append(Part(number, of_part, metadata, slots))
+            self.parts.append(AttentionPart(number, of_part, metadata, slots))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
@@ -150,7 +150,7 @@ class AttentionTask:
         self._output = torch.cat(outputs) if others else outputs[0]
 
     def _attend(
-        self, kernel: AttentionKernel, part: Part, blocks: LayerBlocks, query: torch.Tensor, key: torch.Tensor,
+        self, kernel: AttentionKernel, part: AttentionPart, blocks: LayerBlocks, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, lse: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Writes a part's keys and values to its `blocks` and attends to them."""

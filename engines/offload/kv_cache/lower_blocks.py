@@ -258,7 +258,7 @@ class LowerBlocks(OffloadedBlocks):
 
     def _in_pinned_stage(self, number: int, runs: Sequence[Run]) -> list[Run]:
         """Runs on disk as they lie in the file and in the pinned stage."""
-        first = self._first_slots[number % len(self._parts)]
+        first = self._first_slots[number % len(self._transfers)]
         return [Run(run.block - self._in_memory, run.slot - first, run.count) for run in runs]
 
     def _pinned_pairs(self, number: int, runs: Sequence[Run]) -> list[tuple[torch.Tensor, torch.Tensor]]:

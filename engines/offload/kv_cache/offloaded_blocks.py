@@ -21,7 +21,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchTransfers:
     """What one batch of a pass moves in each layer: the runs to `read` and to `write`.
 
     `after`: the last batch before it that writes a block which this one reads; -1 where none does.
@@ -64,14 +64,14 @@ class OffloadedBlocks(ABC):
         self.bytes_read = self.bytes_written = 0
         self._layers = layers
         self._ahead = ahead
-        self._parts: Sequence[Part] = ()
+        self._transfers: Sequence[BatchTransfers] = ()
         # by layer and, within it, batch: how many of this pass are staged or on their way, and have been attended to
         self._begun = self._done = 0
 
     def start(self, batches: Sequence[tuple[Iterable[int], Iterable[int]]]) -> list[torch.Tensor]:
         """Begins a pass, each batch of which reads some blocks and writes some. Returns for each int64 [blocks]: the
         slot in which each block is staged."""
-        parts: list[Part] = []
+        transfers: list[BatchTransfers] = []
         slots: list[torch.Tensor] = []
         writer: dict[int, int] = {}  # by block, the last batch that writes it
         for number, (filled, written) in enumerate(batches):
@@ -80,12 +80,13 @@ class OffloadedBlocks(ABC):
             assert len(order) <= self.slots
             slot_of = {block: slot for slot, block in enumerate(order)}
             to_read, to_write = (list(self._runs(sorted(blocks), slot_of)) for blocks in (read, write))
-            parts.append(Part(to_read, to_write, max((writer.get(block, -1) for block in read), default=-1)))
+            after = max((writer.get(block, -1) for block in read), default=-1)
+            transfers.append(BatchTransfers(to_read, to_write, after))
             writer |= dict.fromkeys(write, number)
             staged = torch.zeros(self.num_blocks, dtype=torch.long)
             staged[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
             slots.append(staged)
-        self._parts = parts
+        self._transfers = transfers
         self._begun = self._done = 0
         self._stage_ahead()
         return slots
@@ -93,7 +94,7 @@ class OffloadedBlocks(ABC):
     def staged(self, layer: int, batch: int) -> torch.Tensor:
         """The records of a batch's blocks in a layer, by slot: `slots`, as bytes or as the values they store. Blocks
         until they are there. A pass asks by layer and, within it, batch."""
-        number = layer * len(self._parts) + batch
+        number = layer * len(self._transfers) + batch
         while self._begun <= number:
             self._stage_next()
         self._wait(number)
@@ -101,7 +102,7 @@ class OffloadedBlocks(ABC):
 
     def done(self, layer: int, batch: int) -> None:
         """A batch has attended in a layer."""
-        number = layer * len(self._parts) + batch
+        number = layer * len(self._transfers) + batch
         self._write_back(number)
         self._done = number + 1
         self._stage_ahead()
@@ -123,17 +124,17 @@ class OffloadedBlocks(ABC):
     def _piece(self, block: int) -> int:
         """The piece that a block lies in: no copy crosses from one to the next."""
 
-    def _of(self, number: int) -> tuple[int, Part]:
+    def _of(self, number: int) -> tuple[int, BatchTransfers]:
         """Layer and batch."""
-        layer, batch = divmod(number, len(self._parts))
-        return layer, self._parts[batch]
+        layer, batch = divmod(number, len(self._transfers))
+        return layer, self._transfers[batch]
 
     def _stage_ahead(self) -> None:
         """Stages what has a free stage and needs nothing that an earlier batch of its layer has yet to write."""
-        batches = len(self._parts)
+        batches = len(self._transfers)
         while self._ahead and self._begun < min(self._layers * batches, self._done + STAGES):
             layer, batch = divmod(self._begun, batches)
-            after = self._parts[batch].after
+            after = self._transfers[batch].after
             if after >= 0 and layer * batches + after >= self._done:
                 return
             self._stage_next()

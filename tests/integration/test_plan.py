@@ -237,6 +237,7 @@ def test_plans_that_cannot_be_made_get_one_line(cli, arguments, code, words):
     assert len(told) <= 1
 
 
+@pytest.mark.slow
 def test_the_table_of_errors(cli):
     """As text; tests/golden/frozen.json has it as JSON."""
     table = cli("check-model").stdout

@@ -31,7 +31,7 @@ from tests.offload import (
 from tests.stories import stories260k, vocabulary
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1000), count=st.integers(1, 12), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy, load):
     engine, _ = load(model, cache, **policy)

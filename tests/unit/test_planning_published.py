@@ -1,8 +1,10 @@
 """Predictions and searches against published figures."""
 
 import itertools
+import re
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,6 +19,16 @@ from engines.planning.planners import planner_for
 from engines.planning.search import SearchSpace, search
 from tests.planning import PROFILES, best
 
+MODEL_PAGE = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
+PERCENT = r" ([\d.]+) % \|"
+#: Of the page's table of errors: hardware, paper, its table, cells, cells of other tables, and four errors.
+HELD_OUT = re.findall(
+    rf"^\| (\w+) \| ([A-Z][A-Za-z-]+) (\d+)[^|]*\| (\d+) \| (\d+) \|{PERCENT * 4}$", MODEL_PAGE, re.MULTILINE
+)
+#: Of its table by engine: hardware, engine, cells with their median and largest error, fitted cells with their median.
+BY_ENGINE = re.findall(
+    rf"^\| (\w+) \| ([A-Z][\w-]+)[^|]*\| (\d+) \|{PERCENT * 2} (\d+), ([\d.]+) %", MODEL_PAGE, re.MULTILINE
+)
 #: ZeRO's passes took 1.3 times as long there as with the other prompts of the same models, for reasons unknown.
 ZERO_AT_256 = "14-16 deepspeed 6.7b 256+32 32x1 w0/100 c100/0"
 
@@ -38,6 +50,11 @@ def median(outcomes: list[published.Outcome]) -> float:
     return statistics.median(abs(o.error or 0.0) for o in outcomes)
 
 
+def percent(error: float) -> str:
+    """As the page about the model writes it."""
+    return f"{100 * error:.1f}"
+
+
 def test_errors_on_cells_that_nothing_was_fitted_on(outcomes: list[published.Outcome]) -> None:
     for engine, limit in (("flexgen_ref", 0.15), ("accelerate", 0.30), ("deepspeed_zero", 0.30)):
         assert median(unseen(outcomes, "t4_gcp", engine)) <= limit
@@ -52,6 +69,38 @@ def test_errors_on_tables_that_were_left_out_of_the_fit() -> None:
         assert row["median error"] <= (0.20 if table in ("3", "24", "15") or machine == "a100_40g" else 0.08), table
     for machine in ("t4_gcp", "a100_40g"):
         assert len(fit.fitted_constants(machine)) <= len(fit.fitted_cells(machine))
+    quoted = {
+        (machine, table if paper == "FlexGen" else f"{paper} {table}"): found
+        for machine, paper, table, *found in HELD_OUT
+    }
+    assert quoted.keys() == rows.keys()
+    for key, (cells, others, median_error, _, largest, shipped) in quoted.items():
+        row = rows[key]
+        assert (int(cells), int(others)) == (row["cells"], row["fitted on others"])
+        exact = (row["median error"], row["largest"], row["median with all"])
+        assert [median_error, largest, shipped] == list(map(percent, exact)), key
+
+
+def test_errors_by_engine_are_those_that_the_page_has(outcomes: list[published.Outcome]) -> None:
+    names = {
+        "FlexGen": "flexgen_ref",
+        "Accelerate": "accelerate",
+        "DeepSpeed": "deepspeed_zero",
+        "LM-Offload": "lm_offload",
+    }
+    assert len(BY_ENGINE) == 6
+    for machine, engine, cells, median_error, largest, fitted, median_fitted in BY_ENGINE:
+        errors: dict[bool, list[float]] = {True: [], False: []}
+        for o in outcomes:
+            if (
+                (o.cell.hardware, o.cell.engine) == (machine, names[engine])
+                and o.error is not None
+                and not o.cell.repeated
+            ):
+                errors[o.cell.fitted].append(abs(o.error))
+        assert (len(errors[False]), len(errors[True])) == (int(cells), int(fitted)), (machine, engine)
+        exact = (statistics.median(errors[False]), max(errors[False]), statistics.median(errors[True]))
+        assert [median_error, largest, median_fitted] == list(map(percent, exact)), (machine, engine)
 
 
 def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome]) -> None:

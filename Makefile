@@ -104,7 +104,7 @@ $(ENGINES): pyproject.toml constraints.txt Makefile
 	# torch first, with what compiling kernels needs: the pinned CPU build, where there is one, instead of GBs for CUDA
 	$(BIN)/python -m pip install --quiet --no-compile $$(grep -E '^(torch|psutil)==' constraints.txt)
 	$(BIN)/python -m engines.offload.kernels.ahead & \
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[all,serve,structured]'; status=$$?; wait; exit $$status
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[all,client,serve,structured]'; status=$$?; wait; exit $$status
 	touch $@
 
 # What the tests and all examples need

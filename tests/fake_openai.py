@@ -92,7 +92,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        for part in (data[:20], data[20:]):  # as networks deliver it
+            self.wfile.write(part)
+            self.wfile.flush()
+            time.sleep(0.01)
 
 
 class Server(ThreadingHTTPServer):

@@ -1,5 +1,6 @@
 """Streams completions from an OpenAI-compatible server and notes when each piece arrives."""
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ async def complete(
     try:
         async with http.post(url, json=body) as response:
             if (code := response.status) != 200:
-                words = _message(await response.content.read(2000))
+                words = _message(await _beginning(response.content))
                 raise RequestFailed(f"the server answered HTTP {code}: {words}", 400 <= code < 500)
             async for event in _events(response):
                 if "error" in event:
@@ -117,6 +118,14 @@ async def _line(content: aiohttp.StreamReader) -> bytes:
         return await content.readline()
     except (ValueError, LineTooLong):  # as older versions of aiohttp say it, and newer
         raise RequestFailed(f"the server sent an event of more than {2 * _BUFFER >> 20} MiB") from None
+
+
+async def _beginning(content: aiohttp.StreamReader) -> bytes:
+    """Up to 2,000 bytes of an answer."""
+    try:
+        return await content.readexactly(2000)
+    except asyncio.IncompleteReadError as exc:
+        return exc.partial
 
 
 def _message(body: bytes) -> str:

@@ -16,8 +16,9 @@ def wasted(nbytes: int, largest: int) -> int:
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
     """Bytes of all pieces that hold tensors of these sizes."""
-    counts = Counter(sizes)  # most are alike
-    return sum(piece for piece, _ in packed([n for size in counts for n in [aligned(size)] * counts[size]]))
+    counts = Counter(sizes)  # few sizes, of many tensors
+    rounded = [n for size, count in counts.items() for n in [aligned(size)] * count]
+    return sum(piece for piece, _ in packed(rounded))
 
 
 def packed(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:

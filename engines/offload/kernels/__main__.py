@@ -125,8 +125,12 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
 
 def _panels(stored: Panels, kernels: HostKernels) -> list[torch.Tensor]:
     """The layer's matrices."""
-    packed = [kernels.weight_packer(stored)(torch.randn(n, k) * 0.02) for n, k in _LAYER]
-    return [tile for tile in packed if tile is not None]
+    pack, packed = kernels.weight_packer(stored), list[torch.Tensor]()
+    for n, k in _LAYER:
+        while (tile := pack(torch.randn(n, k) * 0.02)) is None:  # exponents of one in ten vary too much for twelve bits
+            pass
+        packed.append(tile)
+    return packed
 
 
 def _multiply(pool: TilePool, stored: Panels, layers: Sequence[Sequence[torch.Tensor]], rows: int, int8: bool) -> Work:

@@ -66,6 +66,7 @@ inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t 
 // Panels of GroupedPanels<kBits>, for rows in eight bits.
 template <int kBits>
 struct CodedPanels {
+  static constexpr int64_t kAtOnce = kTogether;  // with more, its sums would leave the L1 cache
   using Stored = GroupedPanels<kBits>;
 
   static CodedRows rows_of(const Operand& x) { return x.coded_rows(); }
@@ -74,9 +75,9 @@ struct CodedPanels {
 
   static void multiply(const CodedRows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     constexpr int64_t kMost = 128 * kPanel;  // codes of the largest group
-    alignas(64) uint8_t codes[kTogether * kMost] = {};
-    alignas(64) float scales[kSumsApart], minima[kSumsApart];
-    const int64_t apart = panel_bytes(x.k, group), bytes = Stored::group_bytes(group);
+    alignas(64) uint8_t codes[kAtOnce * kMost] = {};
+    alignas(64) float scales[kAtOnce * kPanel], minima[kAtOnce * kPanel];
+    const int64_t apart = panel_bytes(x.k, group), bytes = Stored::group_bytes(group), sums_ld = count * kPanel;
 #ifdef HAS_AMX
     std::optional<Amx> units;  // whose sums of whole numbers are VNNI's, which is faster for few rows
     if (x.count > kBlock && amx_allowed()) units.emplace(x.count);
@@ -95,23 +96,23 @@ struct CodedPanels {
                               [&](int64_t row, int64_t j, const char* products) {
                                 Ints sum;
                                 std::memcpy(&sum, products, sizeof sum);
-                                add_group(sums + row * kSumsApart + j, sum, x.scales(row)[g], x.sums(row)[g],
+                                add_group(sums + row * sums_ld + j, sum, x.scales(row)[g], x.sums(row)[g],
                                           scales + j, minima + j, !g);
                               });
         continue;
       }
 #endif
-      for (int64_t r = 0; r < x.count; r += kBlock)
-        with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
-          float* to = sums + r * kSumsApart;
-          const float *scale = x.scales(r) + g, *sum_of = x.sums(r) + g;
-          const int64_t next = x.floats_apart();
-          coded_block<R, C>(x.codes(r) + g * group, x.stride, codes, kMost, group / 4,
-                            [&](int64_t i, int64_t j, Ints sum) {
-                              add_group(to + i * kSumsApart + j, sum, scale[i * next], sum_of[i * next], scales + j,
-                                        minima + j, !g);
-                            });
-        });
+      each_block(x.count, count, [&](auto R, auto C, int64_t row, int64_t panel) {
+        float* to = sums + row * sums_ld + panel * kPanel;
+        const float *scale = x.scales(row) + g, *sum_of = x.sums(row) + g;
+        const float *weight_scale = scales + panel * kPanel, *minimum = minima + panel * kPanel;
+        const int64_t next = x.floats_apart();
+        coded_block<R, C>(x.codes(row) + g * group, x.stride, codes + panel * kMost, kMost, group / 4,
+                          [&](int64_t i, int64_t j, Ints sum) {
+                            add_group(to + i * sums_ld + j, sum, scale[i * next], sum_of[i * next], weight_scale + j,
+                                      minimum + j, !g);
+                          });
+      });
     }
   }
 

@@ -8,7 +8,7 @@
 namespace {
 
 // Rows of x in a part: bounds a thread's scratch memory; fewer where threads would have few parts each.
-constexpr int64_t kMostRows = 384, kLeastRows = 64, kPartsPerThread = 8;
+constexpr int64_t kMostRows = kInFloat32 ? 192 : 384, kLeastRows = 64, kPartsPerThread = 8;
 constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
 
 struct Pool {
@@ -30,9 +30,9 @@ struct Cut {
   int64_t rows, panels, groups, chunks;
 
   Cut(int64_t x_rows, int64_t n, int64_t threads) : rows(x_rows), panels(panels_of(n)) {
-    const int64_t most = kTogether * (rows > kFewRows ? 1 : kGroupsOfPart);
+    const int64_t most = rows > kFewRows ? kMostAtOnce : kTogether * kGroupsOfPart, least = kPartsPerThread * threads;
     groups = (panels + most - 1) / most, chunks = (rows + kMostRows - 1) / kMostRows;
-    while (groups * chunks < kPartsPerThread * threads && rows / (chunks + 1) >= kLeastRows) ++chunks;
+    while (groups * chunks < least && rows / (chunks + 1) >= kLeastRows) ++chunks;
   }
 
   Part part(int64_t number) const {
@@ -64,20 +64,22 @@ class TileProduct : public Task {
     const Part p = cut_.part(part);
     float* sums = static_cast<float*>(scratch.at_least(bytes_of(p)));
     const auto rows = Weights::rows_of(*x_).from(p.row, p.rows);
-    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * whole_tiles(p.rows))
+    constexpr int64_t kAtOnce = Weights::kAtOnce;
+    for (int64_t done = 0; done < p.panels; done += kAtOnce, sums += kAtOnce * kPanel * whole_tiles(p.rows))
       Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->columns(), group_),
-                        std::min(kTogether, p.panels - done), group_, sums);
+                        std::min(kAtOnce, p.panels - done), group_, sums);
   }
 
   void write(int part, Aligned& scratch) const override {
     const Part p = cut_.part(part);
     const float* sums = static_cast<const float*>(scratch.data());
-    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * whole_tiles(p.rows)) {
-      const int64_t first = (p.panel + done) * kPanel;
-      const int64_t columns = std::min(n_ - first, std::min(kTogether, p.panels - done) * kPanel);
+    constexpr int64_t kAtOnce = Weights::kAtOnce;
+    for (int64_t done = 0; done < p.panels; done += kAtOnce, sums += kAtOnce * kPanel * whole_tiles(p.rows)) {
+      const int64_t first = (p.panel + done) * kPanel, apart = std::min(kAtOnce, p.panels - done) * kPanel;
+      const int64_t columns = std::min(n_ - first, apart);
       for (int64_t i = 0; i < p.rows; ++i) {
         Activation* to = out_ + (p.row + i) * ldo_ + first;
-        const float* from = sums + i * kSumsApart;
+        const float* from = sums + i * apart;
         if (bias_.empty())
           for (int64_t j = 0; j < columns; ++j) round_to(to + j, from[j]);
         else
@@ -87,7 +89,7 @@ class TileProduct : public Task {
   }
 
  private:
-  static size_t bytes_of(const Part& p) { return (p.panels + kTogether) * kPanel * whole_tiles(p.rows) * sizeof(float); }
+  static size_t bytes_of(const Part& p) { return p.panels * kPanel * whole_tiles(p.rows) * sizeof(float); }
 
   const std::shared_ptr<Operand> x_;
   const uint8_t* const w_;
@@ -119,7 +121,7 @@ struct Product {
 
   void derive() {
     if (Deriving::is_small(*x)) {
-      for (int64_t row = 0; row < x->count(); ++row) x->derive(row, x->record(row));
+      x->derive(0, x->count(), x->record(0));
     } else {
       deriving = std::make_shared<Deriving>(x);
       pool.threads.add(deriving);

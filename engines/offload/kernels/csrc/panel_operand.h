@@ -28,14 +28,24 @@ struct Form {
   bool operator==(const Form& other) const { return group == other.group && bits == other.bits; }
 };
 
-// Rows of x, `ld` values apart. sums(row)[g]: of the values of a group of columns.
+// Rows of x, `ld` values apart, in blocks of kBlock rows. Interleaved ones have a block's values, then its sums.
 struct Rows {
   const Activation* x;
   int64_t ld, count, k, sums_at;
 
+  // Of rows that are first in a block.
   Rows from(int64_t row, int64_t rows) const { return {x + row * ld, ld, rows, k, sums_at}; }
-  const float* sums(int64_t row) const { return reinterpret_cast<const float*>(x + row * ld + sums_at); }
-  int64_t sums_apart() const { return ld * sizeof(Activation) / sizeof(float); }
+  int64_t in_block(int64_t row) const { return std::min(kBlock, count - row); }
+  const Activation* block(int64_t row, int64_t column) const {
+    return x + row * ld + column * (kInterleaved ? in_block(row) : 1);
+  }
+  // sums(row)[i * sums_apart() + g]: of the values of a group of columns of row i of a block.
+  const float* sums(int64_t row) const {
+    return reinterpret_cast<const float*>(x + row * ld + sums_at * (kInterleaved ? in_block(row) : 1));
+  }
+  int64_t sums_apart() const {
+    return (ld - (kInterleaved ? sums_at : 0)) * static_cast<int64_t>(sizeof(Activation)) / sizeof(float);
+  }
 };
 
 // Rows of x in eight bits, `stride` bytes apart: a value of group g is its code times scales(row)[g]. sums(row)[g]: of
@@ -74,13 +84,22 @@ class Operand {
     return true;
   }
 
-  // Writes what the form needs of a row.
-  void derive(int64_t row, uint8_t* record) const {
-    if (form_.bits) return encode(row, record);
-    Activation* values = reinterpret_cast<Activation*>(record);
-    std::memcpy(values, x_ + row * ldx_, k_ * sizeof *values);
-    std::memset(values + k_, 0, values_bytes_ - k_ * sizeof *values);
-    if (form_.group) sum_groups(row, reinterpret_cast<float*>(record + values_bytes_));
+  // Rows that `derive` must be given a multiple of, but at the end.
+  static constexpr int64_t kDerived = kInterleaved ? kBlock : 1;
+
+  // Writes what the form needs of `count` rows from `first` on.
+  void derive(int64_t first, int64_t count, uint8_t* records) const {
+    for (int64_t row = first; row < first + count; row += kDerived, records += kDerived * stride_) {
+      const int64_t rows = std::min(kDerived, first + count - row), apart = stride_ - (kInterleaved ? values_bytes_ : 0);
+      if (form_.bits) {
+        for (int64_t i = 0; i < rows; ++i) encode(row + i, records + i * stride_);
+        continue;
+      }
+      with_sizes<kDerived, 1>(rows, 1, [&](auto R, auto) { copy_block<R>(row, reinterpret_cast<Activation*>(records)); });
+      if (!form_.group) continue;
+      for (int64_t i = 0; i < rows; ++i)
+        sum_groups(row + i, reinterpret_cast<float*>(records + rows * values_bytes_ + i * apart));
+    }
   }
 
   void is_derived() { derived_ = true; }
@@ -98,6 +117,16 @@ class Operand {
   }
 
  private:
+  template <int R>
+  void copy_block(int64_t row, Activation* to) const {
+    const Activation* from = x_ + row * ldx_;
+    const int64_t columns = values_bytes_ / static_cast<int64_t>(sizeof *to);
+    for (int64_t j = 0; j < k_; ++j, to += R)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) to[r] = from[r * ldx_ + j];
+    std::memset(to, 0, R * (columns - k_) * sizeof *to);
+  }
+
   void sum_groups(int64_t row, float* sums) const {
     for (int64_t g = 0; g < groups_; ++g) {
       Lanes sum = {};
@@ -183,7 +212,7 @@ class Deriving : public Task {
  protected:
   void compute(int part, Aligned& scratch) const override {
     uint8_t* to = static_cast<uint8_t*>(scratch.at_least(scratch_bytes()));
-    for (int64_t i = 0; i < rows(part); ++i) x_->derive(part * rows_of_part(*x_) + i, to + i * x_->stride());
+    x_->derive(part * rows_of_part(*x_), rows(part), to);
   }
 
   void write(int part, Aligned& scratch) const override {
@@ -191,7 +220,10 @@ class Deriving : public Task {
   }
 
  private:
-  static int64_t rows_of_part(const Operand& x) { return std::max<int64_t>(1, (64 << 10) / x.stride()); }
+  static int64_t rows_of_part(const Operand& x) {
+    constexpr int64_t kWhole = Operand::kDerived;
+    return std::max(kWhole, (64 << 10) / x.stride() / kWhole * kWhole);
+  }
 
   int64_t rows(int part) const { return std::min(rows_of_part(*x_), x_->count() - part * rows_of_part(*x_)); }
 

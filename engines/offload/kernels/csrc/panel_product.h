@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -22,12 +23,24 @@ using Activation = BFloat16;
 constexpr int64_t kBlock = 8, kTogether = 3, kVector = 16;  // 24 accumulators, three weights and an x of 32 registers
 #elif defined(__AVX512F__)
 using Activation = float;
-constexpr int64_t kBlock = 12, kTogether = 1, kVector = 16;
+constexpr int64_t kBlock = 12, kTogether = 2, kVector = 16;  // 24 accumulators, four weights and an x of 32 registers
 #else
 using Activation = float;
 constexpr int64_t kBlock = 6, kTogether = 1, kVector = 8;  // twelve accumulators, two weights and an x of 16 registers
 #endif
 constexpr int64_t kVectors = kPanel / kVector;
+
+constexpr bool kInFloat32 = std::is_same_v<Activation, float>;
+// Whether a block of R rows of x holds the R values of a column, then those of the next: a product reads one stream, and
+// at addresses that need no registers. In bfloat16 the values of a row follow each other, as the units take them in
+// pairs; AVX2, with blocks half as large, is no faster by it.
+constexpr bool kInterleaved = kInFloat32 && kVectors == 1;
+
+// Value `column` of row r of a block of R rows of x.
+template <int R>
+inline Activation value_at(const Activation* x, int64_t ldx, int r, int column) {
+  return kInterleaved ? x[column * R + r] : x[r * ldx + column];
+}
 
 typedef float Floats __attribute__((vector_size(kVector * 4)));
 typedef uint32_t Words __attribute__((vector_size(kVector * 4)));
@@ -55,8 +68,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 
 inline void store_floats(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-// x[R, pairs] times C panels, `apart` values from one to the next: sum by sum from begin(row, column) to end(row, column,
-// sum), for vectors of columns.
+// A block x[R, pairs] times C panels, `apart` values from one to the next: sum by sum from begin(row, column) to end(row,
+// column, sum), for vectors of columns. Rows that are not interleaved are `ldx` values apart.
 template <int R, int C, typename Begin, typename End>
 inline __attribute__((always_inline)) void block(const Activation* x, int64_t ldx, const BFloat16* w, int64_t apart,
                                                  int64_t pairs, Begin begin, End end) {
@@ -65,7 +78,7 @@ inline __attribute__((always_inline)) void block(const Activation* x, int64_t ld
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C * kVectors; ++c) sum[r][c] = begin(r, c * kVector);
-  for (int64_t p = 0; p < pairs; ++p, w += kPair, x += 2) {
+  for (int64_t p = 0; p < pairs; ++p, w += kPair, x += kInterleaved ? 2 * R : 2) {
 #ifdef __AVX512BF16__
     __m512bh weights[C];
 #pragma GCC unroll 4
@@ -82,22 +95,22 @@ inline __attribute__((always_inline)) void block(const Activation* x, int64_t ld
       for (int c = 0; c < C; ++c) sum[r][c] = (Floats)_mm512_dpbf16_ps((__m512)sum[r][c], values, weights[c]);
     }
 #else
-    static_assert(C == 1, "one panel fills the registers");
-    Floats left[kVectors], right[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
+    constexpr int kEach = C * kVectors;
+    Floats left[kEach], right[kEach];
+#pragma GCC unroll 4
+    for (int v = 0; v < kEach; ++v) {
       Words both;
-      std::memcpy(&both, w + v * 2 * kVector, sizeof both);
+      std::memcpy(&both, w + v / kVectors * apart + v % kVectors * 2 * kVector, sizeof both);
       left[v] = (Floats)(both << 16), right[v] = (Floats)(both & 0xffff0000u);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = fused(x[r * ldx] - Floats{}, left[v], sum[r][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kEach; ++v) sum[r][v] = fused(value_at<R>(x, ldx, r, 0) - Floats{}, left[v], sum[r][v]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = fused(x[r * ldx + 1] - Floats{}, right[v], sum[r][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kEach; ++v) sum[r][v] = fused(value_at<R>(x, ldx, r, 1) - Floats{}, right[v], sum[r][v]);
 #endif
   }
 #pragma GCC unroll 16

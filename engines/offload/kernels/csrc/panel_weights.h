@@ -1,7 +1,7 @@
 // Weights in panels, as they are stored: plain bfloat16, bfloat16 in twelve bits, or quantized in groups.
 //
 // Each kind has the bytes of a panel and the form in which it takes x, and multiplies: sums[rows, panels] = x[rows, k]
-// times up to kTogether panels. The order in which a value is summed depends on k alone, so a row's result does not
+// times up to its kAtOnce panels. The order in which a value is summed depends on k alone, so a row's result does not
 // depend on the other rows.
 
 #pragma once
@@ -15,22 +15,56 @@
 
 namespace {
 
-constexpr int64_t kSumsApart = kTogether * kPanel;  // of the rows of sums
+// Panels that are multiplied at once: a block of rows in float32 is read from the L1 cache for all of them.
+constexpr int64_t kMostAtOnce = kInFloat32 ? 4 * kTogether : kTogether;
+
+// visit(R, C, row, panel) for blocks of rows and of `panels` panels, where R and C are their sizes as constants.
+template <typename Visit>
+inline void each_block(int64_t rows, int64_t panels, Visit visit) {
+  for (int64_t row = 0; row < rows; row += kBlock)
+    for (int64_t panel = 0; panel < panels; panel += kTogether)
+      with_sizes<kBlock, kTogether>(std::min(kBlock, rows - row), panels - panel,
+                                    [&](auto R, auto C) { visit(R, C, row, panel); });
+}
+
+// Adds the products of some columns of x, `column` the first, to sums, or begins these with them: `pairs` of columns of
+// `count` panels, `apart` values from one to the next.
+inline void add_product(const Rows& x, int64_t column, const BFloat16* w, int64_t apart, int64_t pairs, int64_t count,
+                        float* sums) {
+  const int64_t sums_ld = count * kPanel;
+  each_block(x.count, count, [&](auto R, auto C, int64_t row, int64_t panel) {
+    float* to = sums + row * sums_ld + panel * kPanel;
+    block<R, C>(
+        x.block(row, column), x.ld, w + panel * apart, apart, pairs,
+        [=](int64_t i, int64_t j) { return column ? load_floats(to + i * sums_ld + j) : Floats{}; },
+        [=](int64_t i, int64_t j, Floats sum) { store_floats(to + i * sums_ld + j, sum); });
+  });
+}
 
 struct PlainPanels {
+  static constexpr int64_t kAtOnce = kMostAtOnce;
+
   static Rows rows_of(const Operand& x) { return x.rows(); }
   static Form form(int64_t) { return {}; }
   static int64_t panel_bytes(int64_t k, int64_t) { return pairs_of(k) * kPair * sizeof(BFloat16); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
     const int64_t pairs = pairs_of(x.k);
-    multiply_panels(x.x, x.ld, x.count, reinterpret_cast<const BFloat16*>(panels), pairs * kPair, pairs, count, sums,
-                    kSumsApart);
+    const BFloat16* w = reinterpret_cast<const BFloat16*>(panels);
+    if constexpr (kInFloat32) {
+      constexpr int64_t kPairs = 64;  // multiplied at a time: a block of rows and of panels in 16 KiB of the L1 cache
+      for (int64_t from = 0; from < pairs; from += kPairs)
+        add_product(x, 2 * from, w + from * kPair, pairs * kPair, std::min(kPairs, pairs - from), count, sums);
+    } else {
+      multiply_panels(x.x, x.ld, x.count, w, pairs * kPair, pairs, count, sums, count * kPanel);
+    }
   }
 };
 
 // bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.
 struct Exact12Panels {
+  static constexpr int64_t kAtOnce = kMostAtOnce;
+
   static Rows rows_of(const Operand& x) { return x.rows(); }
   static Form form(int64_t) { return {}; }
   static int64_t panel_bytes(int64_t k, int64_t) { return chunks_of(k) * sizeof(Chunk); }
@@ -39,21 +73,14 @@ struct Exact12Panels {
 #ifdef HAS_AMX
     if (amx_allowed()) return multiply_tiles(x, panels, count, sums);
 #endif
-    alignas(64) BFloat16 values[kTogether * kChunk];
+    alignas(64) BFloat16 values[kAtOnce * kChunk];
     const int64_t chunks = chunks_of(x.k), chunk_pairs = kChunk / kPair;
     for (int64_t i = 0; i < chunks; ++i) {
       for (int64_t c = 0; c < count; ++c) {
         unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i, values + c * kChunk);
       }
       const int64_t pairs = std::min(chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
-      for (int64_t r = 0; r < x.count; r += kBlock)
-        with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
-          float* to = sums + r * kSumsApart;
-          block<R, C>(
-              x.x + r * x.ld + i * 2 * chunk_pairs, x.ld, values, kChunk, pairs,
-              [=](int64_t row, int64_t j) { return i ? load_floats(to + row * kSumsApart + j) : Floats{}; },
-              [=](int64_t row, int64_t j, Floats sum) { store_floats(to + row * kSumsApart + j, sum); });
-        });
+      add_product(x, i * 2 * chunk_pairs, values, kChunk, pairs, count, sums);
     }
   }
 
@@ -68,7 +95,7 @@ struct Exact12Panels {
 #ifdef HAS_AMX
   static void multiply_tiles(const Rows& x, const uint8_t* panels, int64_t count, float* sums) {
     constexpr int64_t kChunks = 4, kSteps = kChunk / kTileValues;  // chunks that are unpacked at a time, steps of one
-    alignas(64) BFloat16 values[kTogether * kChunks * kChunk];
+    alignas(64) BFloat16 values[kAtOnce * kChunks * kChunk];
     const int64_t chunks = chunks_of(x.k), steps = (x.k + kTileColumns - 1) / kTileColumns;
     const Amx units(x.count);
     for (int64_t i = 0; i < chunks; i += kChunks) {
@@ -78,7 +105,7 @@ struct Exact12Panels {
           unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i + j, values + (c * kChunks + j) * kChunk);
       amx_product<Dot::kPairs, 0>(x.x + i * kSteps * kTileColumns, x.ld * kValueBytes, x.count, values,
                                   kChunks * kChunk * kValueBytes, count, std::min(some * kSteps, steps - i * kSteps),
-                                  i > 0, sums, kSumsApart * sizeof *sums);
+                                  i > 0, sums, count * kPanel * sizeof *sums);
     }
   }
 #endif
@@ -91,6 +118,8 @@ struct Exact12Panels {
 // each group's sum is scaled in float32.
 template <int kBits>
 struct GroupedPanels {
+  static constexpr int64_t kAtOnce = kMostAtOnce;
+
   static Rows rows_of(const Operand& x) { return x.rows(); }
   static Form form(int64_t group) { return {group, 0}; }
   static int64_t groups_of(int64_t k, int64_t group) { return (k + group - 1) / group; }
@@ -106,22 +135,25 @@ struct GroupedPanels {
   }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
-    if constexpr (kTogether > 1)
-      multiply_staged(x, panels, count, group, sums);
-    else
-      for (int64_t r = 0; r < x.count; r += kAtOnce)
-        with_sizes<kAtOnce, 1>(std::min(kAtOnce, x.count - r), 1, [&](auto R, auto) {
-          multiply_direct<R>(x.from(r, R), panels, group, sums + r * kSumsApart);
+    if (!kInFloat32 || (kInterleaved && x.count > kDirect)) return multiply_staged(x, panels, count, group, sums);
+    for (int64_t c = 0; c < count; ++c, panels += panel_bytes(x.k, group))
+      for (int64_t r = 0; r < x.count; r += kDirect)
+        with_sizes<kDirect, 1>(std::min(kDirect, x.count - r), 1, [&](auto R, auto) {
+          multiply_direct<R>(x.from(r, R), panels, group, sums + (r * count + c) * kPanel, count * kPanel);
         });
   }
 
  private:
+  // Rows of multiply_direct, whose sums, weights and an x fit the registers.
+  static constexpr int64_t kDirect = kVectors == 1 ? 8 : 4;
+
   // Codes become bfloat16 in the L1 cache, as the units for it take them.
   static void multiply_staged(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     constexpr int64_t kMost = 64 * kPair;  // pairs of the largest group
-    alignas(64) BFloat16 codes[kTogether * kMost];
-    alignas(64) float scales[kSumsApart], minima[kSumsApart];
+    alignas(64) BFloat16 codes[kAtOnce * kMost];
+    alignas(64) float scales[kAtOnce * kPanel], minima[kAtOnce * kPanel];
     const int64_t groups = groups_of(x.k, group), apart = panel_bytes(x.k, group), bytes = group_bytes(group);
+    const int64_t sums_ld = count * kPanel;
 #ifdef HAS_AMX
     std::optional<Amx> units;
     if (amx_allowed()) units.emplace(x.count);
@@ -140,28 +172,24 @@ struct GroupedPanels {
             x.x + g * group, x.ld * kValueBytes, x.count, codes, kMost * kValueBytes, count,
             (2 * pairs + kTileColumns - 1) / kTileColumns,
             [&](int64_t row, int64_t j, const char* products) {
-              add_group(sums + row * kSumsApart + j, load_floats(reinterpret_cast<const float*>(products)),
+              add_group(sums + row * sums_ld + j, load_floats(reinterpret_cast<const float*>(products)),
                         x.sums(row)[g], scales + j, minima + j, !g);
             });
         continue;
       }
 #endif
-      for (int64_t r = 0; r < x.count; r += kBlock)
-        with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
-          float* to = sums + r * kSumsApart;
-          const float* of_group = x.sums(r) + g;
-          block<R, C>(
-              x.x + r * x.ld + g * group, x.ld, codes, kMost, pairs,
-              [](int64_t, int64_t) { return Floats{}; },
-              [&](int64_t i, int64_t j, Floats sum) {
-                add_group(to + i * kSumsApart + j, sum, of_group[i * x.sums_apart()], scales + j, minima + j, !g);
-              });
-        });
+      each_block(x.count, count, [&](auto R, auto C, int64_t row, int64_t panel) {
+        float* to = sums + row * sums_ld + panel * kPanel;
+        const float *of_group = x.sums(row) + g, *scale = scales + panel * kPanel, *minimum = minima + panel * kPanel;
+        block<R, C>(
+            x.block(row, g * group), x.ld, codes + panel * kMost, kMost, pairs,
+            [](int64_t, int64_t) { return Floats{}; },
+            [&](int64_t i, int64_t j, Floats sum) {
+              add_group(to + i * sums_ld + j, sum, of_group[i * x.sums_apart()], scale + j, minimum + j, !g);
+            });
+      });
     }
   }
-
-  // Rows of multiply_direct: its sums, two weights and an x fill the registers.
-  static constexpr int64_t kAtOnce = kVectors == 1 ? 12 : 4;
 
   // Adds to sums, or begins them with, a group's: of x times codes, and of x itself.
   static void add_group(float* to, Floats codes, float of_x, const float* scales, const float* minima, bool first) {
@@ -169,12 +197,13 @@ struct GroupedPanels {
     store_floats(to, fused(of_x - Floats{}, load_floats(minima), scaled));
   }
 
-  // Elsewhere codes become float32 in registers, once for R rows and a panel. That is faster for any number of rows.
+  // Codes become float32 in registers, once for R rows and a panel: faster for few rows, without AVX-512 for any number.
   template <int R>
-  static void multiply_direct(const Rows& x, const uint8_t* panel, int64_t group, float* sums) {
+  static void multiply_direct(const Rows& x, const uint8_t* panel, int64_t group, float* sums, int64_t sums_ld) {
     constexpr int64_t kWord = kBits == 3 ? 8 : 16 / kBits;  // pairs in a word
-    alignas(64) float scales[kSumsApart], minima[kSumsApart];
+    alignas(64) float scales[kPanel], minima[kPanel];
     const int64_t groups = groups_of(x.k, group), bytes = group_bytes(group);
+    const float* of_x = x.sums(0);
     for (int64_t g = 0; g < groups; ++g, panel += bytes) {
       for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(panel + 4 * bytes + ahead);
       scales_of(panel, scales, minima);
@@ -187,18 +216,18 @@ struct GroupedPanels {
           low[v] = words(codes + p / kWord * sizeof(Halves), v);
           if (kBits == 3) high[v] = words(codes + (group / 16 + p / 16) * sizeof(Halves), v) >> (p % 16);
         }
-        const Activation* from = x.x + g * group + 2 * p;
+        const Activation* from = x.block(0, g * group + 2 * p);
         if (p + kWord <= pairs) {
 #pragma GCC unroll 8
-          for (int i = 0; i < kWord; ++i) add_pair<R>(low, high, i, from + 2 * i, x.ld, sum);
+          for (int i = 0; i < kWord; ++i) add_pair<R>(low, high, i, from, x.ld, sum);
         } else {
-          for (int i = 0; i < pairs - p; ++i) add_pair<R>(low, high, i, from + 2 * i, x.ld, sum);
+          for (int i = 0; i < pairs - p; ++i) add_pair<R>(low, high, i, from, x.ld, sum);
         }
       }
       for (int r = 0; r < R; ++r)
         for (int64_t v = 0; v < kVectors; ++v)
-          add_group(sums + r * kSumsApart + v * kVector, sum[r][v], x.sums(r)[g], scales + v * kVector,
-                    minima + v * kVector, !g);
+          add_group(sums + r * sums_ld + v * kVector, sum[r][v], of_x[r * x.sums_apart() + g],
+                    scales + v * kVector, minima + v * kVector, !g);
     }
   }
 
@@ -219,7 +248,7 @@ struct GroupedPanels {
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int64_t v = 0; v < kVectors; ++v)
-          sum[r][v] = fused(widened(x[r * ldx + odd]) - Floats{}, values[v], sum[r][v]);
+          sum[r][v] = fused(widened(value_at<R>(x, ldx, r, 2 * i + odd)) - Floats{}, values[v], sum[r][v]);
     }
   }
 

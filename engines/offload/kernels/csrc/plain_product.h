@@ -34,15 +34,14 @@ inline void multiply_tiles(const Activation* x, int64_t ld, int64_t rows, const 
 }
 #endif
 
-// sums[rows, panels] = x[rows, pairs] times up to kTogether panels, `apart` values from one to the next. Rows of x and
-// of sums are `ld` and `sums_ld` values apart; with AMX memory holds whole tiles of them.
+// sums[rows, panels] = x[rows, pairs] times up to kTogether panels, `apart` values from one to the next. Rows of x, which
+// are not interleaved, and of sums are `ld` and `sums_ld` values apart; with AMX memory holds whole tiles of them.
 inline void multiply_panels(const Activation* x, int64_t ld, int64_t rows, const BFloat16* w, int64_t apart,
                             int64_t pairs, int64_t panels, float* sums, int64_t sums_ld) {
 #ifdef HAS_AMX
   if (amx_allowed()) return multiply_tiles(x, ld, rows, w, apart, pairs, panels, sums, sums_ld);
 #endif
-  // pairs of columns that are multiplied at a time: 4 KiB of a row of x, so that a block of rows stays in the L1 cache
-  constexpr int64_t kPairs = 2048 / sizeof(Activation);
+  constexpr int64_t kPairs = 1024;  // of columns, multiplied at a time: a block of rows stays in the L1 cache
   for (int64_t from = 0; from < pairs; from += kPairs) {
     const int64_t some = std::min(kPairs, pairs - from);
     for (int64_t r = 0; r < rows; r += kBlock)

@@ -1,4 +1,4 @@
-"""Kernels on CPUs without AVX: x86-64's first instructions here, and ARM's by a cross-compiler and an emulator."""
+"""Kernels on lesser CPUs: with x86-64's first instructions or AVX2 here, and ARM's by a cross-compiler and an emulator."""
 
 import os
 import platform
@@ -63,10 +63,13 @@ def test_kernels_compute_what_plain_loops_do(target, tmp_path):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_tests_say_of_kernels_holds_without_avx(tmp_path):
-    """Other tests, with a compiler that heeds no instructions that this CPU has beyond those of every x86-64."""
+@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
+def test_what_tests_say_of_kernels_holds_on_lesser_cpus(cpu, tmp_path):
+    """Other tests, with a compiler that heeds no instructions that this CPU has beyond those of every x86-64, or AVX2."""
+    if cpu == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
     compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/bash\nexec g++ "${@/-march=native/-march=x86-64}"\n')
+    compiler.write_text(f'#!/bin/bash\nexec g++ "${{@/-march=native/-march={cpu}}}"\n')
     compiler.chmod(0o755)
     files = (f"tests/unit/test_offload_{name}.py" for name in ("kernels", "quantize", "tile_pool"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", CHOSEN, *files]

@@ -95,6 +95,9 @@ inline __attribute__((always_inline)) void block(const Activation* x, int64_t ld
       for (int c = 0; c < C; ++c) sum[r][c] = (Floats)_mm512_dpbf16_ps((__m512)sum[r][c], values, weights[c]);
     }
 #else
+    constexpr int64_t kAhead = R < kBlock ? 32 : 8;  // pairs, from memory and from the L2 cache
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) __builtin_prefetch(w + c * apart + kAhead * kPair);
     constexpr int kEach = C * kVectors;
     Floats left[kEach], right[kEach];
 #pragma GCC unroll 4

@@ -52,7 +52,7 @@ struct PlainPanels {
     const int64_t pairs = pairs_of(x.k);
     const BFloat16* w = reinterpret_cast<const BFloat16*>(panels);
     if constexpr (kInFloat32) {
-      constexpr int64_t kPairs = 64;  // multiplied at a time: a block of rows and of panels in 16 KiB of the L1 cache
+      constexpr int64_t kPairs = 256;  // multiplied at a time: a block of rows stays in the L1 cache
       for (int64_t from = 0; from < pairs; from += kPairs)
         add_product(x, 2 * from, w + from * kPair, pairs * kPair, std::min(kPairs, pairs - from), count, sums);
     } else {
@@ -73,14 +73,15 @@ struct Exact12Panels {
 #ifdef HAS_AMX
     if (amx_allowed()) return multiply_tiles(x, panels, count, sums);
 #endif
-    alignas(64) BFloat16 values[kAtOnce * kChunk];
+    constexpr int64_t kChunks = kInFloat32 ? 4 : 1;  // unpacked at a time
+    alignas(64) BFloat16 values[kAtOnce * kChunks * kChunk];
     const int64_t chunks = chunks_of(x.k), chunk_pairs = kChunk / kPair;
-    for (int64_t i = 0; i < chunks; ++i) {
-      for (int64_t c = 0; c < count; ++c) {
-        unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i, values + c * kChunk);
-      }
-      const int64_t pairs = std::min(chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
-      add_product(x, i * 2 * chunk_pairs, values, kChunk, pairs, count, sums);
+    for (int64_t i = 0; i < chunks; i += kChunks) {
+      for (int64_t c = 0; c < count; ++c)
+        for (int64_t j = 0; j < std::min(kChunks, chunks - i); ++j)
+          unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i + j, values + (c * kChunks + j) * kChunk);
+      const int64_t pairs = std::min(kChunks * chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
+      add_product(x, i * 2 * chunk_pairs, values, kChunks * kChunk, pairs, count, sums);
     }
   }
 

@@ -1,4 +1,4 @@
-"""Kernels on lesser CPUs: with x86-64's first instructions or AVX2 here, and ARM's by a cross-compiler and an emulator."""
+"""Kernels on other CPUs: of x86-64 without AVX and with AVX2 here, of ARM by a cross-compiler and an emulator."""
 
 import os
 import platform
@@ -65,7 +65,7 @@ def test_kernels_compute_what_plain_loops_do(target, tmp_path):
 
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
 def test_what_tests_say_of_kernels_holds_on_lesser_cpus(cpu, tmp_path):
-    """Other tests, with a compiler that heeds no instructions that this CPU has beyond those of every x86-64, or AVX2."""
+    """Other tests, with a compiler that heeds no instructions beyond those of every x86-64, or beyond AVX2."""
     if cpu == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     compiler = tmp_path / "c++"

@@ -34,6 +34,8 @@ _LAYER = ((2048, 2048),) * 4 + ((8192, 2048), (2048, 8192))
 _LAYERS = 4
 #: Rows, and columns and outputs, of a product whose weights stay in the caches.
 _HOT_ROWS, _HOT = 256, 1024
+#: Values that are copied to find the rate of memory.
+_COPIED = 1 << 26
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def _attention(cache: Path, threads: int) -> Iterator[str]:
     yield "| attention of one new token | bytes | GB/s of them | of the bound | bound |"
     yield "| --- | --- | --- | --- | --- |"
     kernels = HostKernels(cache, threads)
-    source = torch.zeros(1 << 26)
+    source = torch.zeros(_COPIED)
     target = torch.empty_like(source)
     square = torch.full((2048, 2048), 0.01)
     out = torch.empty_like(square)
@@ -99,7 +101,7 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
     panels = {kind: _panels(stored, kernels) for kind, stored in kinds.items()}
     layers = {kind: [[tile.clone() for tile in layer] for _ in range(_LAYERS)] for kind, layer in panels.items()}
     values = sum(n * k for n, k in _LAYER)
-    source, library = torch.zeros(1 << 26), _library(getattr(torch, pool.dtype))
+    source, library = torch.zeros(_COPIED), _library(getattr(torch, pool.dtype))
     target = torch.empty_like(source)
     yield "| a layer of opt-1.3b, rows | weights | GFLOP/s | GB/s of weights | of the bound | torch's int4, GFLOP/s |"
     yield "| ---: | --- | ---: | ---: | ---: | ---: |"

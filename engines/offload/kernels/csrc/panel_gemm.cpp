@@ -8,7 +8,7 @@
 namespace {
 
 // Rows of x in a part: bounds a thread's scratch memory; fewer where threads would have few parts each.
-constexpr int64_t kMostRows = kInFloat32 ? 192 : 384, kLeastRows = 64, kPartsPerThread = 8;
+constexpr int64_t kMostRows = kInFloat32 ? 192 : 384, kLeastRows = 64, kPartsPerThread = kInFloat32 ? 16 : 8;
 constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
 
 struct Pool {
@@ -30,9 +30,11 @@ struct Cut {
   int64_t rows, panels, groups, chunks;
 
   Cut(int64_t x_rows, int64_t n, int64_t threads) : rows(x_rows), panels(panels_of(n)) {
-    const int64_t most = rows > kFewRows ? kMostAtOnce : kTogether * kGroupsOfPart, least = kPartsPerThread * threads;
+    int64_t most = rows > kFewRows ? kMostAtOnce : kTogether * kGroupsOfPart;
+    const int64_t least = kPartsPerThread * threads;
     groups = (panels + most - 1) / most, chunks = (rows + kMostRows - 1) / kMostRows;
     while (groups * chunks < least && rows / (chunks + 1) >= kLeastRows) ++chunks;
+    for (; kInFloat32 && groups * chunks < least && most > kTogether; groups = (panels + most - 1) / most) most /= 2;
   }
 
   Part part(int64_t number) const {

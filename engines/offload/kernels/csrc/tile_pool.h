@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -116,14 +117,21 @@ class TilePool {
 
   // Computes, with the other threads, until `task` is done; tasks that were added before it come first.
   void wait(const std::shared_ptr<Task>& task) {
+    using Clock = std::chrono::steady_clock;
+    Clock::duration part_time = kLeastPatience;
     while (!task->done()) {
       if (const std::shared_ptr<Task> open = next_open()) {
-        for (int part; !task->done() && (part = open->take()) >= 0;) open->run(part, scratch_);
+        for (int part; !task->done() && (part = open->take()) >= 0;) {
+          const auto began = Clock::now();
+          open->run(part, scratch_);
+          part_time = Clock::now() - began;
+        }
         continue;
       }
-      // All parts have been begun. Most often their threads are about to be done.
-      const auto patience = std::chrono::steady_clock::now() + kPatience;
-      while (!task->done() && std::chrono::steady_clock::now() < patience) relax();
+      // All parts have been begun. A thread that has its CPU is done within the time of a part, before it could be done
+      // again.
+      const auto until = Clock::now() + std::clamp<Clock::duration>(part_time, kLeastPatience, kMostPatience);
+      while (!task->done() && Clock::now() < until) relax();
       for (int part = 0; part < task->parts() && !task->done(); ++part)
         if (!task->written(part)) task->run(part, scratch_);
       if (!task->done()) std::this_thread::yield();  // somebody writes: a copy of some kilobytes
@@ -131,7 +139,7 @@ class TilePool {
   }
 
  private:
-  static constexpr std::chrono::microseconds kPatience{100}, kSpin{30};
+  static constexpr std::chrono::microseconds kLeastPatience{100}, kMostPatience{1000}, kSpin{30};
 
   std::shared_ptr<Task> next_open() {
     std::lock_guard<std::mutex> lock(mutex_);

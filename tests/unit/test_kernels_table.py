@@ -11,7 +11,7 @@ from engines.offload.memory.storage import Panels
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Sizes that take no time."""
-    sizes = {"_ROUNDS": 1, "_LAYER": ((64, 128), (48, 64)), "_LAYERS": 1, "_HOT_ROWS": 4, "_HOT": 64, "_COPIED": 1 << 12,
+    sizes = {"_ROUNDS": 1, "_LAYERS": 1, "_LAYER": ((64, 128), (48, 64)), "_HOT_ROWS": 4, "_HOT": 64, "_COPIED": 4096,
              "_ATTENTIONS": (("multi-head", 2, 4, 4, 64), ("2 heads a group", 2, 4, 2, 64))}  # fmt: skip
     for name, size in sizes.items():
         monkeypatch.setattr(table, name, size)

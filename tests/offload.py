@@ -108,10 +108,10 @@ def with_kernels(cache):
     return cache
 
 
-def load(model, cache, /, budget=None, device=None, max_sequence=64, engine=None, **policy):
+def load(model, cache, /, budget=None, device=None, max_sequence=64, engine=None, reproducible=False, **policy):
     """An engine, by default the offload engine, with a model loaded within `budget` bytes, and its report."""
     engine = engine or OffloadEngine()
-    job = Job(cache, with_kernels(cache), max_sequence, max_sequence)
+    job = Job(cache, with_kernels(cache), max_sequence, max_sequence, reproducible=reproducible)
     limits = HardwareLimits(device_memory=device, host_memory=budget)
     return engine, engine.load(model, OffloadPolicy(**policy), limits, job)
 

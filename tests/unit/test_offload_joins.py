@@ -115,7 +115,7 @@ def test_a_batch_that_is_alone_has_the_bits_of_one_that_stops_for_each_matrix(tm
     found = []
     for weights, batch, nano in (((0.0, 1.0, 0.0), 1, 1), ((0.0, 0.5, 0.5), 1, 1), ((0.0, 1.0, 0.0), 4, 2)):
         policy = {"weights": weights, "gpu_batch_size": batch, "nano_batches": nano, "kv_bits": kv_bits}
-        engine, _ = load(model, tmp_path / "cache", schedule="sweep", prefill_chunk=9, **policy)
+        engine, _ = load(model, tmp_path / "cache", schedule="sweep", prefill_chunk=9, reproducible=True, **policy)
         found.append({result.id: (result.tokens, result.logprobs) for result in engine.generate(REQUESTS)})
         stops = sum(span.name == BETWEEN for span in engine.loaded.timeline.kept)
         in_one_call = all(way.pool for way in engine.loaded.gemms.values())
@@ -142,7 +142,7 @@ def test_joined_products_are_bit_by_bit_those_of_each_matrix(tmp_path, monkeypat
     model = tiny(tmp_path, kind, torch.bfloat16, num_hidden_layers=2, **{ffn: 600})
 
     def answers():
-        engine, _ = load(model, tmp_path / "cache", **POLICIES[name])
+        engine, _ = load(model, tmp_path / "cache", reproducible=True, **POLICIES[name])
         most = max(len(join) for join in engine.loaded.meta_model.joins)
         found = {result.id: (result.tokens, result.logprobs) for result in engine.generate(REQUESTS)}
         engine.close()

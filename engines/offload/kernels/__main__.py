@@ -129,7 +129,7 @@ def _panels(stored: Panels, kernels: HostKernels) -> list[torch.Tensor]:
     """The layer's matrices."""
     pack, packed = kernels.weight_packer(stored), list[torch.Tensor]()
     for n, k in _LAYER:
-        while (tile := pack(torch.randn(n, k) * 0.02)) is None:  # exponents of one in ten vary too much for twelve bits
+        while (tile := pack(torch.randn(n, k) * 0.02)) is None:  # some exponents vary too much for twelve bits
             pass
         packed.append(tile)
     return packed

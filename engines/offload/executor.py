@@ -12,11 +12,13 @@ from greenlet import getcurrent
 
 from engines.offload.expert_routing import ExpertRouting
 from engines.offload.kernels import stored_view
+from engines.offload.kernels.launch import capture
 from engines.offload.kv_cache.attention import AttentionTask
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
 from engines.offload.model.activation_offload import pause
 from engines.offload.model.layer_products import PackedBatch
+from engines.offload.model.pass_replay import PassReplay
 from engines.offload.pass_ops import Op, pass_ops
 from engines.offload.running_batch import Attending, RunningBatch
 from engines.offload.weights.host_experts import AddExperts, Mixture, RoutedRows
@@ -58,6 +60,8 @@ class Executor:
         self._product: JointGemm | None = None  # that runs
         self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
         loaded.meta_model.use(self)
+        #: Runs passes of a single batch; None where the model runs all.
+        self._replay = PassReplay(loaded.meta_model) if _can_replay(loaded) else None
 
     def run(self, batches: Sequence[PackedBatch], meanwhile: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak. `meanwhile` is
@@ -65,7 +69,10 @@ class Executor:
         self._stream.align()
         self._experts.begin_pass(sum(len(batch.ids) for batch in batches), len(batches))
         self._batches = len(batches)
-        running = [RunningBatch(self._loaded, batch) for batch in batches]
+        model = self._loaded.meta_model if self._replay is None or len(batches) > 1 else self._replay
+        if self._replay is not None and model is not self._replay:
+            self._replay.release()
+        running = [RunningBatch(self._loaded, model, batch) for batch in batches]
         try:
             self._run(self._ops(len(batches)), running, meanwhile)
         except BaseException:
@@ -73,6 +80,10 @@ class Executor:
             raise
         self._experts.end_pass()
         return [torch.as_tensor(batch.stopped_for) for batch in running]
+
+    def close(self) -> None:
+        """Forgets captured passes, which refer to it. Idempotent."""
+        self._replay = None
 
     def _abandon(self, batches: Sequence[RunningBatch]) -> None:
         """Ends what a failed pass has under way. What fails besides says less than what failed first."""
@@ -149,6 +160,23 @@ class Executor:
         elif self._loaded.device.where.type == "cpu":  # the product has ended, who knows when: nothing computed
             self._timeline.add_idle(time.perf_counter() - began)
 
+    def _bind(
+        self, matrices: Sequence[str], biases: Sequence[torch.Tensor | None], x: torch.Tensor, *outputs: torch.Tensor
+    ) -> Callable[[], object]:
+        """What has `outputs` become the products of x and the matrices in a pass of a single batch."""
+        run, x = self._whole.get(matrices[0]), x.view(-1, x.shape[-1])
+        if run is None or run.backend.pool is None or not len(x):
+            return partial(self._ask, GemmRequest(matrices, x, biases, outputs))
+        parts = zip((tiles for _, _, tiles in run.parts), biases, outputs, strict=True)
+        multiply, timeline, first = run.backend.pool.bind(x, [*parts]), self._timeline, matrices[0]
+
+        def products() -> None:
+            began = timeline.begin()
+            multiply()
+            timeline.end("compute", first, began)
+
+        return products
+
     def _multiply_at_once(self, run: ResidentRun, request: GemmRequest) -> Sequence[torch.Tensor]:
         """The products of a batch that is alone with matrices that are resident as a whole."""
         began, matrix = self._timeline.begin(), request.matrices[0]
@@ -206,7 +234,15 @@ class Executor:
     ) -> Sequence[torch.Tensor]:
         """See Weights.gemm."""
         request = GemmRequest(matrices, x.reshape(-1, x.shape[-1]), biases)
-        if self._batches == 1 and (run := self._whole.get(matrices[0])) is not None:
+        if (captured := capture.get()) is None:
+            return self._ask(request)
+        with captured.paused():
+            outputs = self._ask(request)
+        captured.launched(partial(self._bind, matrices, biases), x, *outputs, created=len(outputs))
+        return outputs
+
+    def _ask(self, request: GemmRequest) -> Sequence[torch.Tensor]:
+        if self._batches == 1 and (run := self._whole.get(request.matrices[0])) is not None:
             return self._multiply_at_once(run, request)
         return cast(Sequence[torch.Tensor], getcurrent().parent.switch(request))
 
@@ -227,3 +263,11 @@ class Executor:
             return here, None
         # all batches launch before the first one waits
         return here, self._host_experts.launch(mixture, on_host, routed, pause if self._batches > 1 else None).add_to
+
+
+def _can_replay(loaded: LoadedModel) -> bool:
+    """Whether passes of one batch may be captured: the host computes, a pool multiplies, and nothing in the model's
+    code depends on values, as a mixture's choice of experts does, or talks to other ranks."""
+    pooled = all(way.pool is not None for way in loaded.gemms.values())
+    alone = loaded.policy.ranks == 1 and loaded.activation_offload is None
+    return pooled and alone and loaded.device.where.type == "cpu" and not loaded.meta_model.experts

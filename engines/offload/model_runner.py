@@ -107,6 +107,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Ends the kernels' threads. Idempotent."""
+        self._executor.close()
         self._kernels.close()
 
     def ranks(self) -> EngineTrace:

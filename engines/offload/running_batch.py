@@ -1,5 +1,6 @@
 """One batch of a pass: the model runs over it in a greenlet, which stops where it must wait."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,13 @@ class Attending:
 
 
 class RunningBatch:
-    """One batch of a pass: the greenlet that runs the model over it, and the reason for which it has stopped.
+    """One batch of a pass: the greenlet that runs the `model` over it, and the reason for which it has stopped.
 
     `stopped_for` is a GemmRequest, an Attending or PAUSED, and holds the logits once the model has returned.
     """
 
-    def __init__(self, loaded: LoadedModel, batch: PackedBatch) -> None:
-        self._greenlet = greenlet(loaded.meta_model)
+    def __init__(self, loaded: LoadedModel, model: Callable[[PackedBatch], torch.Tensor], batch: PackedBatch) -> None:
+        self._greenlet = greenlet(model)
         self._device = loaded.device
         self._timeline = loaded.timeline
         self.stopped_for: Any = None

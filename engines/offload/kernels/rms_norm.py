@@ -2,11 +2,13 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engines.offload.kernels.build import CSRC, function
+from engines.offload.kernels.launch import launch
 
 #: x [..., columns], weight [columns] in the same dtype and epsilon -> the normed rows, as `rms_norm` defines them.
 RMSNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -33,16 +35,19 @@ def compiled_rms_norm(cache: Path) -> RMSNorm:
         dtype: function(source, f"rms_norm_{str(dtype).removeprefix('torch.')}", arguments, cache) for dtype in DTYPES
     }
 
+    def bind(epsilon: float, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        return partial(
+            kernels[rows.dtype], rows.data_ptr(), rows.stride(0), weight.data_ptr(), epsilon, out.data_ptr(),
+            *rows.shape, torch.get_num_threads(),
+        )  # fmt: skip
+
     def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         columns = x.shape[-1]
         rows = x.reshape(-1, columns)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         assert weight.dtype == x.dtype and weight.shape == (columns,) and weight.is_contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        kernels[x.dtype](
-            rows.data_ptr(), rows.stride(0), weight.data_ptr(), epsilon, out.data_ptr(), rows.shape[0], columns,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        launch(partial(bind, epsilon), rows, weight, out)
         return out
 
     return norm

@@ -2,11 +2,13 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engines.offload.kernels.build import CSRC, function
+from engines.offload.kernels.launch import launch
 
 #: query [1, heads, tokens, dim], key [1, kv_heads, tokens, dim] and cos, sin [1, tokens, dim] -> the query and the key,
 #: rotated. For tensors that `can_rotate`.
@@ -46,6 +48,18 @@ def compiled_rotary(cache: Path) -> Rotary:
         for dtype in _DTYPES
     }
 
+    def bind(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: torch.Tensor,
+        rotated_key: torch.Tensor,
+    ) -> Callable[[], None]:  # fmt: skip
+        _, heads, tokens, dim = query.shape
+        return partial(
+            kernels[query.dtype],
+            query.data_ptr(), query.stride(1), query.stride(2), key.data_ptr(), key.stride(1), key.stride(2),
+            cos.data_ptr(), sin.data_ptr(), rotated.data_ptr(), rotated_key.data_ptr(), heads, key.shape[1], tokens,
+            dim, torch.get_num_threads(),
+        )  # fmt: skip
+
     def rotary(
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,11 +68,7 @@ def compiled_rotary(cache: Path) -> Rotary:
             torch.empty_strided((1, n, tokens, dim), (n * tokens * dim, dim, n * dim, 1), dtype=query.dtype)
             for n in (heads, kv_heads)
         )
-        kernels[query.dtype](
-            query.data_ptr(), query.stride(1), query.stride(2), key.data_ptr(), key.stride(1), key.stride(2),
-            cos.data_ptr(), sin.data_ptr(), rotated.data_ptr(), rotated_key.data_ptr(), heads, kv_heads, tokens, dim,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        launch(bind, query, key, cos, sin, rotated, rotated_key)
         return rotated, rotated_key
 
     return rotary

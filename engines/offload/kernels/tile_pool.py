@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,26 @@ class TilePool:
     def multiply(self, x: torch.Tensor, matrices: "Sequence[MatrixProduct]") -> None:
         """The products of x [rows, columns] in `dtype` with several matrices, complete on return; see PanelProduct.add.
         Raises MemoryError."""
-        x = x if x.stride(1) == 1 else x.contiguous()
+        self.bind(x if x.stride(1) == 1 else x.contiguous(), matrices)()
+
+    def bind(self, x: torch.Tensor, matrices: "Sequence[MatrixProduct]") -> Callable[[], None]:
+        """What `multiply` does, for as often as it is called and with the values that x, of adjacent columns, has then.
+        Its memory, the weights' and that of all `matrices` have must stay mapped."""
         size, table = x.shape, list[int]()
-        assert x.dtype == self.torch_dtype
+        assert x.dtype == self.torch_dtype and x.stride(1) == 1
         for tiles, bias, out in matrices:
             _check(size, self.torch_dtype, tiles, bias, out)
             table += [tiles.address, tiles.count, 0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0)]
-        late = _POINTER()
-        had_memory = self._multiply(
-            self._handle, x.data_ptr(), x.stride(0), *size, (_SIZE * len(table))(*table), len(matrices),
-            ctypes.byref(late),
-        )  # fmt: skip
-        self._keep_late(late.value, x)
-        if not had_memory:
-            raise MemoryError(f"no memory for products of {len(x)} rows and {x.shape[1]} columns")
+        given = self._handle, x.data_ptr(), x.stride(0), *size, (_SIZE * len(table))(*table), len(matrices)
+
+        def multiply() -> None:
+            late = _POINTER()
+            had_memory = self._multiply(*given, ctypes.byref(late))
+            self._keep_late(late.value, x)
+            if not had_memory:
+                raise MemoryError(f"no memory for products of {len(x)} rows and {x.shape[1]} columns")
+
+        return multiply
 
     def gemm(self, stored: Panels, int8: bool = False) -> Gemm:
         """Products with a single tile `stored` so; their `start` is a bias or None. `int8`: as PanelTiles has it."""

@@ -17,11 +17,15 @@ from engines.offload.weights.gemm import GemmBackend, padded_output
 
 
 class GemmRequest(NamedTuple):
-    """Products that a batch needs: x [rows, columns] times the transpose of each matrix, plus its bias [outputs]."""
+    """Products that a batch needs: x [rows, columns] times the transpose of each matrix, plus its bias [outputs].
+
+    `outs` [rows, outputs]: where they go, if a pool multiplies and the batch is alone; else they get memory of their
+    own."""
 
     matrices: Sequence[str]
     x: torch.Tensor
     biases: Sequence[torch.Tensor | None]
+    outs: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class JointGemm:
 
     def __init__(self, requests: Sequence[GemmRequest | None], outputs: Sequence[int], backend: GemmBackend) -> None:
         operands = [request for request in requests if request is not None]
-        self._matrices, self._x, self._biases = operands[0]
+        self._matrices, self._x, self._biases, outs = operands[0]
         self._backend = backend
         counts = [request.x.shape[0] for request in operands]
         rows = sum(counts)
@@ -56,7 +60,9 @@ class JointGemm:
             torch.cat([request.x for request in operands], out=self._x[:rows])
             if padded > rows:
                 self._x[rows:] = 0
-        self._outs = [padded_output(padded, count, self._x, zeros=library) for count in outputs]
+        if outs is None or library or len(operands) > 1:
+            outs = [padded_output(padded, count, self._x, zeros=library) for count in outputs]
+        self._outs = outs
         self.parts: list[Sequence[torch.Tensor] | None] = [self._outs]
         if len(requests) > 1 or padded > rows:
             by_operand = zip(*(torch.split(out[:rows], counts) for out in self._outs), strict=True)

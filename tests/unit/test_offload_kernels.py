@@ -9,10 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.offload.kernels import AttentionMetadata, AttentionSpec, NoCompilerError, quantize
-from engines.offload.kernels.attention import compiled_attention, merge_attention_states
+from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks, Target, compiled_writer, torch_writer
+from engines.offload.kernels.merge import merge_attention_states
 from engines.offload.kernels.quantizer import plain_quantizer
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.tile_pool import TilePool
@@ -342,22 +343,26 @@ def test_attention_to_two_parts_is_put_together_as_attention_to_all(cache, heads
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_rows_are_written_where_torch_writes_them(cache, dtype, data):
+@pytest.mark.parametrize(("dtype", "stored"), [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.uint8, torch.uint8),
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
+])  # fmt: skip
+def test_rows_are_written_where_torch_writes_them_and_as_it_rounds_them(cache, dtype, stored, data):
     heads, width, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)), data.draw(st.integers(0, 40))
     seed = data.draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size):
-        return torch.randint(0, 200, size, generator=generator).to(dtype)
+        whole = torch.randint(0, 200, size, generator=generator)
+        return whole if dtype == torch.uint8 else whole + torch.randn(size, generator=generator)
 
-    blocks = random(9, 2, heads, BLOCK_SIZE, width)
+    blocks = random(9, 2, heads, BLOCK_SIZE, width).to(stored)
     slots = torch.randperm(9 * BLOCK_SIZE, generator=generator)[:count]
     tokens = None
     if data.draw(st.booleans()):
         tokens = torch.randperm(50, generator=generator)[:count]
     size = heads, count if tokens is None else 50, width
-    keys, values = random(*size).transpose(0, 1), random(*size).transpose(0, 1)  # as attention has them
+    keys, values = (random(*size).to(dtype).transpose(0, 1) for _ in range(2))  # as attention has them
     target = Target(tokens, slots // BLOCK_SIZE, slots % BLOCK_SIZE, staged=False)
     found, expected = blocks.clone(), blocks.clone()
     compiled_writer(cache)(found, target, keys, values)

@@ -12,8 +12,9 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
 from engines.offload.kernels import panels, quantize
-from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec, merge_rows
+from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kernels.merge import merge_rows
 from engines.offload.kernels.quantizer import exact12_pack
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.triton_attention import parts_of, triton_attention, triton_merge_rows

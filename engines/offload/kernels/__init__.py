@@ -4,13 +4,12 @@ from engines.offload.kernels.attention import (
     AttentionKernel,
     AttentionMetadata,
     AttentionSpec,
-    RowMerger,
-    merge_attention_states,
 )
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard
 from engines.offload.kernels.kernel_sets import DeviceKernels, HostKernels, KernelSet
+from engines.offload.kernels.merge import RowMerger
 from engines.offload.kernels.quantizer import Pack, Quantizer, WeightPack, stored_view
 
 __all__ = [
@@ -27,6 +26,5 @@ __all__ = [
     "Quantizer",
     "RowMerger",
     "WeightPack",
-    "merge_attention_states",
     "stored_view",
 ]

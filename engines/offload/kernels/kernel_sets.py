@@ -9,12 +9,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from engines.offload.kernels import least_squares, panels
-from engines.offload.kernels.attention import AttentionKernel, RowMerger, compiled_attention, merge_rows
+from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.attention_scratch import attention_scratch
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, device_hadamard, hadamard
 from engines.offload.kernels.layer_blocks import RowWriter, compiled_writer, torch_writer
+from engines.offload.kernels.merge import RowMerger, merge_rows
 from engines.offload.kernels.quantizer import (
     Quantizer,
     WeightPack,

@@ -33,33 +33,39 @@ class Target:
         return None if self.tokens is None else self.tokens.data_ptr(), self.blocks.data_ptr(), self.offsets.data_ptr()
 
 
-#: Writes keys and values [tokens, kv_heads, ...] of new tokens into blocks [blocks, 2, kv_heads, BLOCK_SIZE, ...].
+#: Writes keys and values [tokens, kv_heads, ...] of new tokens into blocks [blocks, 2, kv_heads, BLOCK_SIZE, ...], in
+#: whose dtype they are stored.
 RowWriter = Callable[[torch.Tensor, Target, torch.Tensor, torch.Tensor], None]
 
 
 def torch_writer(blocks: torch.Tensor, target: Target, keys: torch.Tensor, values: torch.Tensor) -> None:
     """By torch, on any device: the reference."""
     for which, new in enumerate((keys, values)):
-        blocks[:, which][target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
+        rows = new if target.tokens is None else new[target.tokens]
+        blocks[:, which][target.blocks, :, target.offsets] = rows.to(blocks.dtype)
 
 
 def compiled_writer(cache: Path) -> RowWriter:
     """In C++, where torch's indexing would go element by element. Raises NoCompilerError where it cannot be built."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    arguments = [*[pointer, number, number] * 2, pointer, *[number] * 3, *[pointer] * 3, *[number] * 3]
+    arguments = [*[pointer, number, number] * 2, pointer, *[number] * 3, *[pointer] * 3, *[number] * 3, ctypes.c_int]
     write_rows = function(CSRC / "kv_rows.cpp", "write_rows", arguments, cache)
 
     def write(blocks: torch.Tensor, target: Target, keys: torch.Tensor, values: torch.Tensor) -> None:
-        size, (_, _, heads, _, width) = blocks.itemsize, blocks.shape
+        stored, (_, _, heads, _, width) = blocks.itemsize, blocks.shape
         block, half, head, *row = blocks.stride()
+        rounds = keys.dtype == torch.float32 and blocks.dtype == torch.bfloat16
+        if not rounds:
+            keys, values = keys.to(blocks.dtype), values.to(blocks.dtype)
         keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
-        assert keys.dtype == values.dtype == blocks.dtype and row == [width, 1]
+        size = keys.itemsize
+        assert keys.dtype == values.dtype and row == [width, 1]
         assert keys.shape == values.shape and keys.shape[1:] == (heads, width)
         write_rows(
             keys.data_ptr(), keys.stride(0) * size, keys.stride(1) * size,
             values.data_ptr(), values.stride(0) * size, values.stride(1) * size,
-            blocks.data_ptr(), block * size, half * size, head * size, *target.addresses,
-            target.blocks.shape[0], heads, width * size,
+            blocks.data_ptr(), block * stored, half * stored, head * stored, *target.addresses,
+            target.blocks.shape[0], heads, width * stored, rounds,
         )  # fmt: skip
 
     return write

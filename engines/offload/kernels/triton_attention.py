@@ -106,7 +106,7 @@ def triton_attention(stored: Storage, wanted: int | None = None) -> AttentionKer
 def triton_merge_rows(
     out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
-    """As attention.merge_rows, in one launch."""
+    """As merge.merge_rows, in one launch."""
     count, heads, dim = other.shape
     assert lse.is_contiguous() and other.is_contiguous() and other_lse.is_contiguous() and out.stride(2) == 1
     _merge_rows[(count, heads)](

@@ -54,6 +54,7 @@ class PagedCache(BlockManager):
         self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
         self._resident = [LayerBlocks(rows) for rows in self._rows]  # by layer
         self._quantizer = quantizer
+        self._packs = not isinstance(stored, Plain)
         self._writer = writer
         self.offloaded = offloaded
         self.host_attention = host_attention
@@ -186,7 +187,9 @@ class PagedCache(BlockManager):
 
     def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [kv_heads, tokens, head_dim] of a part's tokens, in its order."""
-        keys, values = (self._quantizer.pack(new.transpose(0, 1)) for new in (key, value))
+        keys, values = key.transpose(0, 1), value.transpose(0, 1)
+        if self._packs:
+            keys, values = map(self._quantizer.pack, (keys, values))
         to.put(slots, keys, values, self._writer)
 
     def _written(self, chunks: Iterable[Chunk]) -> set[int]:

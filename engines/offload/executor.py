@@ -22,7 +22,8 @@ from engines.offload.model.pass_replay import PassReplay
 from engines.offload.pass_ops import Op, pass_ops
 from engines.offload.running_batch import Attending, RunningBatch
 from engines.offload.weights.host_experts import AddExperts, Mixture, RoutedRows
-from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, ResidentRun, resident_runs
+from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, resident_runs
+from engines.offload.weights.resident_products import ResidentProducts
 from harness.api import HarnessError
 
 
@@ -43,14 +44,14 @@ class Executor:
         spans = joined_spans(matrix_spans(loaded.tiles), loaded.meta_model.joins)
         #: By the first one's index, tiles that are resident, follow each other and are multiplied by a pool.
         self._resident = resident_runs(loaded.tiles, spans, loaded.resident, loaded.gemms)
-        #: By the first matrix, those of matrices that are resident as a whole.
-        self._whole = {loaded.tiles[i].matrix: run for i, run in self._resident.items() if run.whole}
         #: The operations of a pass by its number of batches.
         self._ops = cache(partial(self._ops_of, streamed, spans))
         matrices = loaded.meta_model.matrices
         rows = {matrix.name: matrix.rows for matrix in matrices}
         #: By the first matrix, the outputs of all that are multiplied together.
         self._outputs = {join[0]: [rows[name] for name in join] for join in loaded.meta_model.joins}
+        whole = {loaded.tiles[i].matrix: run for i, run in self._resident.items() if run.whole}
+        self._whole = ResidentProducts(whole, self._outputs, loaded.timeline)
         self._host_experts = loaded.host_experts
         split = None if loaded.host_experts is None else loaded.host_experts.split
         self._experts = ExpertRouting(
@@ -60,8 +61,7 @@ class Executor:
         self._product: JointGemm | None = None  # that runs
         self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
         loaded.meta_model.use(self)
-        #: Runs passes of a single batch; None where the model runs all.
-        self._replay = PassReplay(loaded.meta_model) if _can_replay(loaded) else None
+        self._replay = PassReplay(loaded.meta_model) if loaded.can_replay else None
 
     def run(self, batches: Sequence[PackedBatch], meanwhile: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak. `meanwhile` is
@@ -69,9 +69,7 @@ class Executor:
         self._stream.align()
         self._experts.begin_pass(sum(len(batch.ids) for batch in batches), len(batches))
         self._batches = len(batches)
-        model = self._loaded.meta_model if self._replay is None or len(batches) > 1 else self._replay
-        if self._replay is not None and model is not self._replay:
-            self._replay.release()
+        model = self._loaded.meta_model if self._replay is None else self._replay.model_for(len(batches))
         running = [RunningBatch(self._loaded, model, batch) for batch in batches]
         try:
             self._run(self._ops(len(batches)), running, meanwhile)
@@ -99,7 +97,7 @@ class Executor:
     def _ops_of(self, streamed: Sequence[bool], spans: Sequence[range], batches: int) -> Sequence[Op]:
         """The operations of a pass, without those for which a batch that is alone does not stop."""
         ops = pass_ops(streamed, spans, batches, self._loaded.overlaps, self._loaded.policy.nano_order)
-        unstopped = {i for run in self._whole.values() for i in run.indices if batches == 1}
+        unstopped = self._whole.tiles if batches == 1 else ()
         return [op for op in ops if op.tile not in unstopped]
 
     def _run(self, ops: Sequence[Op], batches: Sequence[RunningBatch], meanwhile: Callable[[], None] | None) -> None:
@@ -160,33 +158,6 @@ class Executor:
         elif self._loaded.device.where.type == "cpu":  # the product has ended, who knows when: nothing computed
             self._timeline.add_idle(time.perf_counter() - began)
 
-    def _bind(
-        self, matrices: Sequence[str], biases: Sequence[torch.Tensor | None], x: torch.Tensor, *outputs: torch.Tensor
-    ) -> Callable[[], object]:
-        """What has `outputs` become the products of x and the matrices in a pass of a single batch."""
-        run, x = self._whole.get(matrices[0]), x.view(-1, x.shape[-1])
-        if run is None or run.backend.pool is None or not len(x):
-            return partial(self._ask, GemmRequest(matrices, x, biases, outputs))
-        parts = zip((tiles for _, _, tiles in run.parts), biases, outputs, strict=True)
-        multiply, timeline, first = run.backend.pool.bind(x, [*parts]), self._timeline, matrices[0]
-
-        def products() -> None:
-            began = timeline.begin()
-            multiply()
-            timeline.end("compute", first, began)
-
-        return products
-
-    def _multiply_at_once(self, run: ResidentRun, request: GemmRequest) -> Sequence[torch.Tensor]:
-        """The products of a batch that is alone with matrices that are resident as a whole."""
-        began, matrix = self._timeline.begin(), request.matrices[0]
-        product = JointGemm([request], self._outputs[matrix], run.backend)
-        product.add_run(run)
-        self._timeline.end("compute", matrix, began)
-        [rows] = product.parts
-        assert rows is not None
-        return rows
-
     def _add(self, tile: WeightTile, stored: torch.Tensor) -> int:
         """Adds one tile, of these bytes, to the product that runs; returns its number there."""
         assert self._product is not None
@@ -242,9 +213,16 @@ class Executor:
         return outputs
 
     def _ask(self, request: GemmRequest) -> Sequence[torch.Tensor]:
-        if self._batches == 1 and (run := self._whole.get(request.matrices[0])) is not None:
-            return self._multiply_at_once(run, request)
+        if self._batches == 1 and request in self._whole:
+            return self._whole.multiply(request)
         return cast(Sequence[torch.Tensor], getcurrent().parent.switch(request))
+
+    def _bind(
+        self, matrices: Sequence[str], biases: Sequence[torch.Tensor | None], x: torch.Tensor, *outs: torch.Tensor
+    ) -> Callable[[], object]:
+        """What asks for the same products once more, into `outs`, in a pass of a single batch."""
+        request = GemmRequest(matrices, x.view(-1, x.shape[-1]), biases, outs)
+        return self._whole.bind(request) if request in self._whole and len(x) else partial(self._ask, request)
 
     def attend(self, task: AttentionTask) -> torch.Tensor:
         """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
@@ -263,11 +241,3 @@ class Executor:
             return here, None
         # all batches launch before the first one waits
         return here, self._host_experts.launch(mixture, on_host, routed, pause if self._batches > 1 else None).add_to
-
-
-def _can_replay(loaded: LoadedModel) -> bool:
-    """Whether passes of one batch may be captured: the host computes, a pool multiplies, and nothing in the model's
-    code depends on values, as a mixture's choice of experts does, or talks to other ranks."""
-    pooled = all(way.pool is not None for way in loaded.gemms.values())
-    alone = loaded.policy.ranks == 1 and loaded.activation_offload is None
-    return pooled and alone and loaded.device.where.type == "cpu" and not loaded.meta_model.experts

@@ -104,6 +104,14 @@ class LoadedModel:
     report: LoadReport
     counts: RunCounts = field(default_factory=RunCounts)
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether passes of one batch may be captured and replayed: the host computes, a pool multiplies, and the
+        model's code neither depends on values, as a mixture's choice of experts does, nor talks to other ranks."""
+        pooled = all(way.pool is not None for way in self.gemms.values())
+        alone = self.policy.ranks == 1 and self.activation_offload is None
+        return pooled and alone and self.device.where.type == "cpu" and not self.meta_model.experts
+
     def settle(self) -> None:
         """Brings timeline and counts up to the last pass."""
         for sums in self.timeline.settle():

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.offload import executor
 from engines.offload.kernels.launch import capture
+from engines.offload.loaded_model import LoadedModel
 from engines.offload.model import pass_replay
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.model.pass_capture import Buffer, PassCapture, Step
@@ -54,7 +54,7 @@ def test_replayed_passes_give_what_the_model_gives_to_the_last_bit(name, policy,
     )
     replayed, captured = results(model, tmp_path / "cache", jobs, **policy)
     assert captured or "num_gpu_batches" in policy
-    monkeypatch.setattr(executor, "_can_replay", lambda loaded: False)
+    monkeypatch.setattr(LoadedModel, "can_replay", False)
     plain, none = results(model, tmp_path / "cache", jobs, **policy)
     assert replayed == plain and not none
 

@@ -57,16 +57,19 @@ class PassReplay:
         if (captured := self._captured.pop(size, None)) is not None:
             self._captured[size] = captured
             return captured.run(batch)
-        self.release()
+        self._arena.release()  # this pass may need as much
         if self.problem or size[0] > _MOST_ROWS or size not in self._seen:
             self._seen.add(size)
             return self._model(batch)
         self._seen.remove(size)
         return self._capture(batch, size)
 
-    def release(self) -> None:
-        """Gives back the memory of captured passes, for one that is not replayed."""
+    def model_for(self, batches: int) -> Callable[[PackedBatch], torch.Tensor]:
+        """What runs each of so many batches of a pass."""
+        if batches == 1:
+            return self
         self._arena.release()
+        return self._model
 
     def _capture(self, batch: PackedBatch, size: tuple[int, int]) -> torch.Tensor:
         own = Inputs(batch)

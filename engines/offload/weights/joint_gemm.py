@@ -1,7 +1,7 @@
 """Matrices with one input multiplied for several batches at once, tile by tile as the stream delivers them."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +37,14 @@ class ResidentRun:
     indices: Sequence[int]
     whole: bool
     backend: GemmBackend
+
+    def bind(
+        self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
+        """What has `outs` become the products of x with whole matrices, as TilePool.bind says."""
+        assert self.whole and self.backend.pool is not None
+        tiles = (tiles for _, _, tiles in self.parts)
+        return self.backend.pool.bind(x, [*zip(tiles, biases, outs, strict=True)])
 
 
 class JointGemm:
@@ -109,9 +117,7 @@ class JointGemm:
         if not self._x.shape[0]:
             return
         if run.whole:
-            assert self._backend.pool is not None
-            parts = zip(run.parts, self._biases, self._outs, strict=True)
-            self._backend.pool.multiply(self._x, [(tiles, bias, out) for (_, _, tiles), bias, out in parts])
+            run.bind(self._x if self._x.stride(1) == 1 else self._x.contiguous(), self._biases, self._outs)()
             return
         for matrix, start, tiles in run.parts:
             self._add_panels(matrix, start, tiles)

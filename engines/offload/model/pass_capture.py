@@ -57,6 +57,11 @@ class PassCapture(TorchDispatchMode):
         self.problem = ""
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, storages of the pass and their numbers
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler to keep it away from here, which takes seconds."""
+        return False
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """See Capture."""

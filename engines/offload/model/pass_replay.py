@@ -5,6 +5,8 @@ is what CUDA graphs are to a device: the operations of a pass are the same whate
 depends on how many there are, never on their values.
 """
 
+from __future__ import annotations
+
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +22,9 @@ from engines.offload.model.pass_capture import Buffer, PassCapture, Step
 
 #: A pass of more rows computes for so long that asking costs little.
 _MOST_ROWS = 64
+#: How many passes of one size follow each other before one is captured, which takes as long as several: the next one
+#: will likely have that size too.
+_BEFORE_CAPTURE = 2
 #: Memory of captured passes. Each has all of it to itself while it runs.
 _ARENA_BYTES = 16 << 20
 #: Steps of all captured passes together: each takes about a kilobyte.
@@ -41,27 +46,28 @@ class Arena:
 
 
 class PassReplay:
-    """Runs the passes of a `model` on the host, those that have a single batch: the first of so many rows and logits as
-    the model does, the second captured, and the others replayed."""
+    """Runs the passes of a `model` on the host, those that have a single batch: as the model does, until so many of one
+    size have followed each other that one is captured; later ones of that size are replayed."""
 
     def __init__(self, model: Callable[[PackedBatch], torch.Tensor]) -> None:
         self._model = model
         self._arena = Arena(_ARENA_BYTES)
-        self._seen: set[tuple[int, int]] = set()  # sizes of passes: rows, and rows of logits
-        self._captured: dict[tuple[int, int], CapturedPass] = {}  # the one that was used last at the end
+        self._last = 0, 0  # the size of the last pass: rows, and rows of logits
+        self._alike = 0  # how many passes of that size followed each other
+        self._most_rows = _MOST_ROWS
+        self._captured: dict[tuple[int, int], CapturedPass] = {}  # by size; the one that was used last at the end
         self.problem = ""  # why nothing is captured any more, or empty
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """The model's logits [rows of logits_indices, vocabulary]."""
         size = len(batch.ids), len(batch.logits_indices)
+        self._last, self._alike = size, self._alike + 1 if size == self._last else 1
         if (captured := self._captured.pop(size, None)) is not None:
             self._captured[size] = captured
             return captured.run(batch)
         self._arena.release()  # this pass may need as much
-        if self.problem or size[0] > _MOST_ROWS or size not in self._seen:
-            self._seen.add(size)
+        if self.problem or size[0] > self._most_rows or self._alike <= _BEFORE_CAPTURE:
             return self._model(batch)
-        self._seen.remove(size)
         return self._capture(batch, size)
 
     def model_for(self, batches: int) -> Callable[[PackedBatch], torch.Tensor]:
@@ -80,15 +86,23 @@ class PassReplay:
                 logits = self._model(own.batch(taken))
         finally:
             capture.reset(token)
-        result = taken.where(logits)
         self.problem = taken.problem
-        if not self.problem and isinstance(result, Buffer):
-            places, needed = _places(taken.steps, taken.storages, result.storage)
-            if needed <= _ARENA_BYTES and len(taken.steps) <= _MOST_STEPS:
-                self._captured[size] = CapturedPass(taken.steps, places, result, own, self._arena)
-                while sum(map(len, self._captured.values())) > _MOST_STEPS:
-                    del self._captured[next(iter(self._captured))]
+        if not self.problem:
+            self._keep(taken, taken.where(logits), own, size)
         return logits
+
+    def _keep(self, taken: PassCapture, result: Buffer | torch.Tensor, own: Inputs, size: tuple[int, int]) -> None:
+        """Keeps what was captured, in place of what was not used for longest, if it fits."""
+        if not isinstance(result, Buffer) or len(taken.steps) > _MOST_STEPS:
+            self.problem = f"a pass of {len(taken.steps)} steps cannot be kept"
+            return
+        places, needed = _places(taken.steps, taken.storages, result.storage)
+        if needed > _ARENA_BYTES:
+            self._most_rows = size[0] - 1
+            return
+        self._captured[size] = CapturedPass(taken.steps, places, result, own, self._arena)
+        while sum(map(len, self._captured.values())) > _MOST_STEPS:
+            del self._captured[next(iter(self._captured))]
 
 
 class Inputs:

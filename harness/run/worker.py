@@ -28,6 +28,7 @@ from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.common.disk_rate import sequential_read_rates
 from harness.common.files import replace_with
+from harness.common.garbage import leave_what_exists
 from harness.common.locks import waits
 from harness.common.serving_figures import answered
 from harness.hardware.provenance import package_versions
@@ -207,6 +208,7 @@ class _Run:
             questions = None if self._work.questions is None else read_questions(self._work.questions)
             load = self._load(engine, capabilities, questions)
             self._warm_up(engine, load)
+            leave_what_exists()
             if self._spec.workload.online:
                 self._serve(engine, capabilities, load, times)
                 return

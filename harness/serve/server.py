@@ -14,6 +14,7 @@ from harness.api import HarnessError, OnlineEngine, UnsupportedError
 from harness.batch.generate import public_name
 from harness.batch.job import Lengths, Progress, engine_errors, job_cell
 from harness.batch.session import ModelSession, longest_request
+from harness.common.garbage import leave_what_exists
 from harness.common.scratch import remove_abandoned
 from harness.serve.app import make_app
 from harness.serve.batches import Batches, batches_of
@@ -41,6 +42,7 @@ def serve(settings: ServeSettings, progress: Progress) -> None:
     remove_abandoned(settings.cache)
     with closing(listener), closing(ModelSession(cell, settings.cache, progress)) as session:
         engine, longest = online_engine(session, settings)
+        leave_what_exists()
         host, port = listener.getsockname()[:2]
         folder = settings.files or settings.cache / "served" / str(port)
         name, shape, text = public_name(cell.model.id), session.model.shape, session.text

@@ -10,6 +10,8 @@ namespace {
 // Rows of x in a part: bounds a thread's scratch memory; fewer where threads would have few parts each.
 constexpr int64_t kMostRows = kInFloat32 ? 192 : 384, kLeastRows = 64, kPartsPerThread = kInFloat32 ? 16 : 8;
 constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
+// Multiply-adds of a part, some microseconds: below that, to take it and to write it out counts.
+constexpr int64_t kLeastWork = 1 << 15;
 
 struct Pool {
   explicit Pool(int count) : count(count), threads(count) {}
@@ -29,12 +31,15 @@ struct Part {
 struct Cut {
   int64_t rows, panels, groups, chunks;
 
-  Cut(int64_t x_rows, int64_t n, int64_t threads) : rows(x_rows), panels(panels_of(n)) {
+  Cut(int64_t x_rows, int64_t columns, int64_t n, int64_t threads) : rows(x_rows), panels(panels_of(n)) {
     int64_t most = rows > kFewRows ? kMostAtOnce : kTogether * kGroupsOfPart;
     const int64_t least = kPartsPerThread * threads;
     groups = (panels + most - 1) / most, chunks = (rows + kMostRows - 1) / kMostRows;
     while (groups * chunks < least && rows / (chunks + 1) >= kLeastRows) ++chunks;
-    for (; kInFloat32 && groups * chunks < least && most > kTogether; groups = (panels + most - 1) / most) most /= 2;
+    const int64_t of_panel = std::max<int64_t>(1, rows * columns * kPanel);
+    for (; kInFloat32 && groups * chunks < least && most > kTogether && most / 2 * of_panel >= kLeastWork;
+         groups = (panels + most - 1) / most)
+      most /= 2;
   }
 
   Part part(int64_t number) const {
@@ -111,7 +116,7 @@ struct Product {
   template <typename Weights>
   void add(const uint8_t* w, int64_t group, int64_t n, const Activation* bias, Activation* out, int64_t ldo) {
     if (x->take_form(Weights::form(group))) derive();
-    const Cut cut(x->count(), n, pool.count);
+    const Cut cut(x->count(), x->columns(), n, pool.count);
     tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo, cut));
     try {
       pool.threads.add(tiles.back());

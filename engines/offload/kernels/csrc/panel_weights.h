@@ -137,16 +137,26 @@ struct GroupedPanels {
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     if (!kInFloat32 || (kInterleaved && x.count > kDirect)) return multiply_staged(x, panels, count, group, sums);
-    for (int64_t c = 0; c < count; ++c, panels += panel_bytes(x.k, group))
+    const int64_t apart = panel_bytes(x.k, group), sums_ld = count * kPanel;
+    int64_t c = 0;
+    if (x.count <= kFew)
+      with_sizes<kFew, 1>(x.count, 1, [&](auto R, auto) {
+        for (constexpr int C = kChains / (R * kVectors); c + C <= count; c += C)
+          multiply_direct<R, C>(x, panels + c * apart, apart, group, sums + c * kPanel, sums_ld);
+      });
+    for (; c < count; ++c)
       for (int64_t r = 0; r < x.count; r += kDirect)
         with_sizes<kDirect, 1>(std::min(kDirect, x.count - r), 1, [&](auto R, auto) {
-          multiply_direct<R>(x.from(r, R), panels, group, sums + (r * count + c) * kPanel, count * kPanel);
+          multiply_direct<R, 1>(x.from(r, R), panels + c * apart, apart, group, sums + r * sums_ld + c * kPanel,
+                                sums_ld);
         });
   }
 
  private:
   // Rows of multiply_direct, whose sums, weights and an x fit the registers.
   static constexpr int64_t kDirect = kVectors == 1 ? 8 : 4;
+  // Sums that do not wait for each other: as few rows have few of them, some panels are multiplied at once.
+  static constexpr int kChains = 4, kFew = kChains / kVectors / 2;
 
   // Codes become bfloat16 in the L1 cache, as the units for it take them.
   static void multiply_staged(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
@@ -198,57 +208,64 @@ struct GroupedPanels {
     store_floats(to, fused(of_x - Floats{}, load_floats(minima), scaled));
   }
 
-  // Codes become float32 in registers, once for R rows and a panel: faster for few rows, without AVX-512 for any number.
-  template <int R>
-  static void multiply_direct(const Rows& x, const uint8_t* panel, int64_t group, float* sums, int64_t sums_ld) {
+  // Codes become float32 in registers, once for R rows and C panels, `apart` bytes from one to the next: faster for few
+  // rows, without AVX-512 for any number.
+  template <int R, int C>
+  static void multiply_direct(const Rows& x, const uint8_t* panel, int64_t apart, int64_t group, float* sums,
+                              int64_t sums_ld) {
     constexpr int64_t kWord = kBits == 3 ? 8 : 16 / kBits;  // pairs in a word
-    alignas(64) float scales[kPanel], minima[kPanel];
+    constexpr int kEach = C * kVectors;
+    alignas(64) float scales[C * kPanel], minima[C * kPanel];
     const int64_t groups = groups_of(x.k, group), bytes = group_bytes(group);
     const float* of_x = x.sums(0);
     for (int64_t g = 0; g < groups; ++g, panel += bytes) {
-      for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(panel + 4 * bytes + ahead);
-      scales_of(panel, scales, minima);
+      for (int c = 0; c < C; ++c) {
+        const uint8_t* from = panel + c * apart;
+        for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(from + 4 * bytes + ahead);
+        scales_of(from, scales + c * kPanel, minima + c * kPanel);
+      }
       const uint8_t* codes = panel + 4 * kPanel;
       const int64_t pairs = std::min(group / 2, pairs_of(x.k) - g * group / 2);
-      Floats sum[R][kVectors] = {};
+      Floats sum[R][kEach] = {};
       for (int64_t p = 0; p < pairs; p += kWord) {
-        Words low[kVectors], high[kVectors];
-        for (int64_t v = 0; v < kVectors; ++v) {
-          low[v] = words(codes + p / kWord * sizeof(Halves), v);
-          if (kBits == 3) high[v] = words(codes + (group / 16 + p / 16) * sizeof(Halves), v) >> (p % 16);
+        Words low[kEach], high[kEach];
+        for (int64_t v = 0; v < kEach; ++v) {
+          const uint8_t* from = codes + v / kVectors * apart;
+          low[v] = words(from + p / kWord * sizeof(Halves), v % kVectors);
+          if (kBits == 3) high[v] = words(from + (group / 16 + p / 16) * sizeof(Halves), v % kVectors) >> (p % 16);
         }
         const Activation* from = x.block(0, g * group + 2 * p);
         if (p + kWord <= pairs) {
 #pragma GCC unroll 8
-          for (int i = 0; i < kWord; ++i) add_pair<R>(low, high, i, from, x.ld, sum);
+          for (int i = 0; i < kWord; ++i) add_pair<R, kEach>(low, high, i, from, x.ld, sum);
         } else {
-          for (int i = 0; i < pairs - p; ++i) add_pair<R>(low, high, i, from, x.ld, sum);
+          for (int i = 0; i < pairs - p; ++i) add_pair<R, kEach>(low, high, i, from, x.ld, sum);
         }
       }
       for (int r = 0; r < R; ++r)
-        for (int64_t v = 0; v < kVectors; ++v)
+        for (int64_t v = 0; v < kEach; ++v)
           add_group(sums + r * sums_ld + v * kVector, sum[r][v], of_x[r * x.sums_apart() + g],
                     scales + v * kVector, minima + v * kVector, !g);
     }
   }
 
   // Adds x times a pair of columns, number i of those that the words hold.
-  template <int R>
+  template <int R, int kEach>
   static inline __attribute__((always_inline)) void add_pair(const Words* low, const Words* high, int i,
                                                              const Activation* x, int64_t ldx,
-                                                             Floats (&sum)[R][kVectors]) {
+                                                             Floats (&sum)[R][kEach]) {
     for (int odd = 0; odd < 2; ++odd) {
-      Floats values[kVectors];
-#pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) {
+      Floats values[kEach];
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kEach; ++v) {
         const Words codes = kBits == 3 ? (low[v] >> (2 * i + 16 * odd) & 3) | (high[v] >> (i + 16 * odd) & 1) << 2
                                        : low[v] >> (kBits * i + 16 * odd) & ((1 << kBits) - 1);
         values[v] = __builtin_convertvector((Int32s)codes, Floats);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int64_t v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < kEach; ++v)
           sum[r][v] = fused(widened(value_at<R>(x, ldx, r, 2 * i + odd)) - Floats{}, values[v], sum[r][v]);
     }
   }

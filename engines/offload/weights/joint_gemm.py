@@ -1,7 +1,7 @@
 """Matrices with one input multiplied for several batches at once, tile by tile as the stream delivers them."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from engines.offload.kernels import Gemm, stored_view
-from engines.offload.kernels.tile_pool import PanelProduct, PanelTiles
+from engines.offload.kernels.tile_pool import MatrixProduct, PanelProduct, PanelTiles
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Panels, WeightStorage
@@ -38,13 +38,10 @@ class ResidentRun:
     whole: bool
     backend: GemmBackend
 
-    def bind(
-        self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """What has `outs` become the products of x with whole matrices, as TilePool.bind says."""
-        assert self.whole and self.backend.pool is not None
-        tiles = (tiles for _, _, tiles in self.parts)
-        return self.backend.pool.bind(x, [*zip(tiles, biases, outs, strict=True)])
+    def products(self, biases: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor]) -> Sequence[MatrixProduct]:
+        """What a pool multiplies of whole matrices."""
+        assert self.whole
+        return [*zip((tiles for _, _, tiles in self.parts), biases, outs, strict=True)]
 
 
 class JointGemm:
@@ -117,7 +114,8 @@ class JointGemm:
         if not self._x.shape[0]:
             return
         if run.whole:
-            run.bind(self._x if self._x.stride(1) == 1 else self._x.contiguous(), self._biases, self._outs)()
+            assert self._backend.pool is not None
+            self._backend.pool.multiply(self._x, run.products(self._biases, self._outs))
             return
         for matrix, start, tiles in run.parts:
             self._add_panels(matrix, start, tiles)

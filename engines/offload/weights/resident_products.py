@@ -40,8 +40,9 @@ class ResidentProducts:
     def bind(self, request: GemmRequest) -> Callable[[], None]:
         """What writes to `request.outs` what is requested, with the values that x [rows, columns] has then."""
         timeline, matrix = self._timeline, request.matrices[0]
-        assert request.outs is not None
-        multiply = self._runs[matrix].bind(request.x, request.biases, request.outs)
+        run = self._runs[matrix]
+        assert run.backend.pool is not None and request.outs is not None
+        multiply = run.backend.pool.bind(request.x, run.products(request.biases, request.outs))
 
         def products() -> None:
             began = timeline.begin()

@@ -277,6 +277,20 @@ def test_memory_of_a_tensor_that_has_gone_is_not_taken_for_its_own():
         assert taken.where(other) is other
 
 
+@pytest.mark.usefixtures("inference")
+def test_a_pass_takes_no_more_of_the_arena_than_it_needs(monkeypatch):
+    needs = []
+    places = pass_replay._places
+    monkeypatch.setattr(pass_replay, "_places", lambda *given: needs.append(places(*given)) or needs[-1])
+    for _ in range(2):
+        replay = PassReplay(several_operations)
+        for i in range(5):
+            batch = batch_of([i, 2, 3], logits=[0, 2])
+            assert torch.equal(replay(batch), several_operations(batch))
+        assert replay._captured
+        monkeypatch.setattr(pass_replay, "_ARENA_BYTES", needs[-1][1])  # where more would be outside
+
+
 @st.composite
 def lifetimes(draw):
     """Steps that use storages from one to another, their sizes, and the one with the result."""

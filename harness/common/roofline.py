@@ -18,7 +18,7 @@ The planner also bounds a profile by `block_bound`.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -73,8 +73,7 @@ def job_roofline(
     while batch < requests:
         batches.add(int(batch))
         batch = max(batch + 1, batch * _STEP)
-    bounds = [roofline(model, spec, batch, compute_dtype, machine) for batch in sorted(batches)]
-    return max((b for b in bounds if b), key=lambda b: b.throughput_tok_s, default=None)
+    return _highest(roofline(model, spec, batch, compute_dtype, machine) for batch in sorted(batches))
 
 
 def block_bound(tokens: float, compute_s: float, disk_s: float, link_s: float = 0.0) -> Bound:
@@ -91,8 +90,9 @@ def bounds_of(
     requests.
 
     The job has `requests` requests, or as many as the launch. Its bound takes the fastest dtype that was probed, since
-    an engine may choose it; int8, whose answers differ, only where the launch computed in it. What the launch itself
-    read in a second counts among the disk's samples.
+    an engine may choose it; int8, whose answers differ, only where the launch computed in it. The batch's takes the
+    fastest that is no less exact than the launch's: where a CPU has no units for bfloat16, engines that say bfloat16
+    multiply in float32. What the launch itself read in a second counts among the disk's samples.
     """
     spec, load, model = record.spec, record.load, record.model
     if load is None or model is None or spec.workload.kind == "task" or spec.workload.online:
@@ -104,12 +104,23 @@ def bounds_of(
         workload = replace(workload, prompt_len=max(1, prompt), gen_len=max(1, generated))
     spec = replace(spec, workload=workload, policy=load.policy or spec.policy)
     machine = replace(machine, disk_read=(*machine.disk_read, *_read_rate(record)))
-    own = roofline(model, spec, load.block_size, load.compute_dtype, machine)
+    dtypes = [dtype for dtype in machine.gemm_flops if dtype in DTYPE_BYTES or dtype == load.compute_dtype]
+    exact = _no_less_exact(load.compute_dtype, dtypes)
+    own = _highest(roofline(model, spec, load.block_size, dtype, machine) for dtype in exact)
     requests = max(requests or len(record.requests), load.block_size)
     spec = replace(spec, workload=replace(workload, num_requests="auto"))
-    dtypes = [dtype for dtype in machine.gemm_flops if dtype in DTYPE_BYTES or dtype == load.compute_dtype]
-    jobs = [b for dtype in dtypes if (b := job_roofline(model, spec, requests, dtype, machine))]
-    return own, max(jobs, key=lambda b: b.throughput_tok_s, default=None)
+    return own, _highest(job_roofline(model, spec, requests, dtype, machine) for dtype in dtypes)
+
+
+def _no_less_exact(dtype: str, others: Sequence[str]) -> list[str]:
+    """`dtype` and the wider of `others`; `dtype` alone if it was not measured or has no width of its own."""
+    if dtype not in others or dtype not in DTYPE_BYTES:
+        return [dtype]
+    return [other for other in others if DTYPE_BYTES.get(other, 0) > DTYPE_BYTES[dtype] or other == dtype]
+
+
+def _highest(bounds: Iterable[Bound | None]) -> Bound | None:
+    return max((b for b in bounds if b), key=lambda b: b.throughput_tok_s, default=None)
 
 
 def _read_rate(record: RunRecord) -> tuple[float, ...]:

@@ -285,6 +285,23 @@ def test_arithmetic_in_int8_bounds_only_what_computed_in_it():
     assert fast_job.throughput_tok_s > 100 * job.throughput_tok_s
 
 
+def test_a_batch_in_bfloat16_is_bounded_by_the_faster_of_bfloat16_and_float32():
+    """What has no units for bfloat16 may multiply in float32; what computes in float32 gave no digits up for speed."""
+    slow, fast = rates(1e9, 1e15).gemm_flops["float32"], rates(1e12, 1e15).gemm_flops["float32"]
+
+    def own(dtype, **curves):
+        found = api.LoadReport(1000, 2048, 4, SPEC.policy, dtype, (0, 0, 0))
+        machine = replace(rates(1e9, 1e15), gemm_flops=curves)
+        return bounds_of(replace(launch(0, machine), load=found), machine)[0]
+
+    assert own("bfloat16", bfloat16=slow, float32=fast) == own("float32", bfloat16=slow, float32=fast)
+    assert own("bfloat16", bfloat16=fast, float32=slow).throughput_tok_s > (
+        100 * own("float32", bfloat16=fast, float32=slow).throughput_tok_s
+    )
+    assert own("float16", float32=fast) is None
+    assert own("int8", int8=slow, float32=fast) == own("float32", float32=slow)
+
+
 COMMITTED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/records.jsonl"))
 
 

@@ -24,11 +24,11 @@ def gemm_rates(
 ) -> dict[str, dict[str, list[float]]]:
     """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`, one entry a sample.
 
-    Multiplies with torch, by weights as they are and in the layout that oneDNN prefers (int8 in that alone), and in
-    float32 with numpy too, since numpy brings another BLAS that may be faster. Each point has one warm-up and at most
-    five repetitions or 0.3 s; every sample is kept, and the reader takes the best. After `seconds` the remaining points
-    are skipped. The multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU
-    cache, as in a model's pass. A multiply-add counts as two operations.
+    Multiplies with torch, by weights as they are and in the layout that oneDNN prefers; in int8 in that layout, or in
+    FBGEMM's on a CPU without VNNI; in float32 with numpy too, which brings another BLAS that may be faster. Each point
+    has one warm-up and at most five repetitions or 0.3 s; every sample is kept, and the reader takes the best. After
+    `seconds` the remaining points are skipped. The multiplications rotate over up to 256 MiB of copies of the weight,
+    so that none is in the CPU cache, as in a model's pass. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()
@@ -108,7 +108,9 @@ class _Way:
 
 def _ways(dtype: str) -> list[_Way]:
     if dtype == "int8":
-        return [_Way(_by_quantized_onednn, lambda weight, rows: torch.ops.onednn.qlinear_prepack(weight, None))]
+        # without VNNI oneDNN's is a reference that takes minutes
+        by_onednn = _Way(_by_quantized_onednn, lambda weight, rows: torch.ops.onednn.qlinear_prepack(weight, None))
+        return [by_onednn] if torch.cpu._is_vnni_supported() else [_Way(_by_fbgemm, _packed_by_fbgemm)]
     ways = [_Way(torch.nn.functional.linear)]
     if torch._C._has_mkldnn and _packs(dtype):
         ways.append(_Way(_by_onednn, torch.ops.mkldnn._reorder_linear_weight))
@@ -136,6 +138,19 @@ def _by_quantized_onednn(x: torch.Tensor, packed: torch.Tensor) -> object:
     return torch.ops.onednn.qlinear_pointwise(
         x.view(torch.uint8), 1.0, 0, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
     )
+
+
+def _packed_by_fbgemm(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        return torch.ops.quantized.linear_prepack(torch._make_per_tensor_quantized_tensor(weight, 1.0, 0), None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def _by_fbgemm(x: torch.Tensor, packed: torch.Tensor) -> object:
+    return torch.ops.quantized.linear_dynamic(x.float(), packed)
 
 
 def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:

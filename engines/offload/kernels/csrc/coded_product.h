@@ -11,6 +11,14 @@ namespace {
 
 typedef int32_t Ints __attribute__((vector_size(kVector * 4)));
 
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#define WITHOUT_VNNI(call) _mm512_##call
+typedef __m512i Vector;
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define WITHOUT_VNNI(call) _mm256_##call
+typedef __m256i Vector;
+#endif
+
 // Adds to every lane of `sum` four products: of the unsigned bytes of `weights` and the signed bytes of x.
 inline Ints dot(Ints sum, Words weights, int32_t x) {
 #if defined(__AVX512VNNI__)
@@ -20,30 +28,24 @@ inline Ints dot(Ints sum, Words weights, int32_t x) {
 #else
   // The bytes in even and in odd places, as halves of 16 bits: two products of 16 bits are added without overflow.
   const Words even = weights & 0x00ff00ffu, odd = weights >> 8 & 0x00ff00ffu;
-  const uint32_t bits = static_cast<uint32_t>(x);
-  const auto half = [](uint32_t byte) { return static_cast<uint32_t>(static_cast<int8_t>(byte)) & 0xffffu; };
-  const uint32_t x_even = half(bits) | half(bits >> 16) << 16, x_odd = half(bits >> 8) | half(bits >> 24) << 16;
-#if defined(__AVX512BW__)
-  const __m512i first = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32(static_cast<int32_t>(x_even)));
-  const __m512i second = _mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32(static_cast<int32_t>(x_odd)));
-  return sum + (Ints)first + (Ints)second;
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i first = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32(static_cast<int32_t>(x_even)));
-  const __m256i second = _mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(static_cast<int32_t>(x_odd)));
-  return sum + (Ints)first + (Ints)second;
+#ifdef WITHOUT_VNNI
+  const Vector both = WITHOUT_VNNI(set1_epi32)(x), x_odd = WITHOUT_VNNI(srai_epi16)(both, 8);
+  const Vector x_even = WITHOUT_VNNI(srai_epi16)(WITHOUT_VNNI(slli_epi16)(both, 8), 8);
+  return sum + (Ints)WITHOUT_VNNI(madd_epi16)((Vector)even, x_even) +
+         (Ints)WITHOUT_VNNI(madd_epi16)((Vector)odd, x_odd);
 #else
-  const auto low = [](uint32_t both) { return static_cast<int32_t>(static_cast<int16_t>(both)); };
-  return sum + (Ints)(even & 0xffffu) * low(x_even) + (Ints)(even >> 16) * low(x_even >> 16) +
-         (Ints)(odd & 0xffffu) * low(x_odd) + (Ints)(odd >> 16) * low(x_odd >> 16);
+  const auto byte = [x](int place) { return static_cast<int32_t>(static_cast<int8_t>(x >> 8 * place)); };
+  return sum + (Ints)(even & 0xffffu) * byte(0) + (Ints)(even >> 16) * byte(2) + (Ints)(odd & 0xffffu) * byte(1) +
+         (Ints)(odd >> 16) * byte(3);
 #endif
 #endif
 }
 
-// Codes of R rows of x times C panels' codes, `apart` bytes from one to the next, over `quads` times four columns.
-template <int R, int C, typename End>
-inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t ldx, const uint8_t* codes,
-                                                       int64_t apart, int64_t quads, End end) {
-  Ints sum[R][C * kVectors] = {};
+// Adds to `sum`, by add(sum, weights, x), codes of R rows of x times C panels' codes, `apart` bytes from one to the next,
+// over `quads` times four columns.
+template <int R, int C, typename Sum, typename Add>
+inline __attribute__((always_inline)) void add_quads(const int8_t* x, int64_t ldx, const uint8_t* codes, int64_t apart,
+                                                     int64_t quads, Sum (&sum)[R][C * kVectors], Add add) {
   for (int64_t q = 0; q < quads; ++q, codes += 4 * kPanel, x += 4) {
     Words weights[C * kVectors];
 #pragma GCC unroll 4
@@ -54,9 +56,37 @@ inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t 
       int32_t four;
       std::memcpy(&four, x + r * ldx, sizeof four);
 #pragma GCC unroll 4
-      for (int c = 0; c < C * kVectors; ++c) sum[r][c] = dot(sum[r][c], weights[c], four);
+      for (int c = 0; c < C * kVectors; ++c) sum[r][c] = add(sum[r][c], weights[c], four);
     }
   }
+}
+
+// The products of R rows' codes with those of C panels, of kBits bits, to end(row, column, sum) for vectors of columns.
+template <int R, int C, int kBits, typename End>
+inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t ldx, const uint8_t* codes,
+                                                       int64_t apart, int64_t quads, End end) {
+  Ints sum[R][C * kVectors] = {};
+#ifdef WITHOUT_VNNI
+  if constexpr (kBits == 4) {
+    // Two products are added to a half of 16 bits by one instruction; it holds them for 8 * 2 * 15 * 127 < 2^15.
+    constexpr int64_t kQuads = 8;
+    for (int64_t from = 0; from < quads; from += kQuads) {
+      Words halves[R][C * kVectors] = {};
+      add_quads<R, C>(x + 4 * from, ldx, codes + 4 * kPanel * from, apart, std::min(kQuads, quads - from), halves,
+                      [](Words halves, Words weights, int32_t x) {
+                        const Vector two = WITHOUT_VNNI(maddubs_epi16)((Vector)weights, WITHOUT_VNNI(set1_epi32)(x));
+                        return (Words)WITHOUT_VNNI(add_epi16)((Vector)halves, two);
+                      });
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C * kVectors; ++c)
+          sum[r][c] += (Ints)WITHOUT_VNNI(madd_epi16)((Vector)halves[r][c], WITHOUT_VNNI(set1_epi16)(1));
+    }
+  } else
+#endif
+    add_quads<R, C>(x, ldx, codes, apart, quads, sum,
+                    [](Ints sum, Words weights, int32_t x) { return dot(sum, weights, x); });
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -107,7 +137,7 @@ struct CodedPanels {
         const float *scale = x.scales(row) + g, *sum_of = x.sums(row) + g;
         const float *weight_scale = scales + panel * kPanel, *minimum = minima + panel * kPanel;
         const int64_t next = x.floats_apart();
-        coded_block<R, C>(x.codes(row) + g * group, x.stride, codes + panel * kMost, kMost, group / 4,
+        coded_block<R, C, kBits>(x.codes(row) + g * group, x.stride, codes + panel * kMost, kMost, group / 4,
                           [&](int64_t i, int64_t j, Ints sum) {
                             add_group(to + i * sums_ld + j, sum, scale[i * next], sum_of[i * next], weight_scale + j,
                                       minimum + j, !g);

@@ -122,6 +122,37 @@ inline __attribute__((always_inline)) void block(const Activation* x, int64_t ld
     for (int c = 0; c < C * kVectors; ++c) end(r, c * kVector, sum[r][c]);
 }
 
+// Whether weights become float32 in the L1 cache once for many rows: with AVX2 to widen them for each block of rows takes
+// as long as a third of its products.
+constexpr bool kWidened = kInFloat32 && kVectors > 1;
+constexpr int64_t kWidenedFrom = 2 * kBlock;  // rows from which that pays
+
+// A block x[R, columns], whose rows are `ldx` values apart, times a panel of float32: columns of kPanel values. The sums
+// are `block`'s, bit for bit.
+template <int R, typename Begin, typename End>
+inline __attribute__((always_inline)) void widened_block(const float* x, int64_t ldx, const float* w, int64_t columns,
+                                                         Begin begin, End end) {
+  Floats sum[R][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = begin(r, v * kVector);
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < columns; ++k, w += kPanel) {
+    Floats weights[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) weights[v] = load_floats(w + v * kVector);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fused(x[r * ldx + k] - Floats{}, weights[v], sum[r][v]);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) end(r, v * kVector, sum[r][v]);
+}
+
 // Calls visit with the numbers of rows and panels, up to kBlock and kTogether, as constants.
 template <int R, int C, typename Visit>
 void with_sizes(int64_t rows, int64_t panels, Visit visit) {

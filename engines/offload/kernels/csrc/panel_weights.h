@@ -27,11 +27,43 @@ inline void each_block(int64_t rows, int64_t panels, Visit visit) {
                                     [&](auto R, auto C) { visit(R, C, row, panel); });
 }
 
+// Columns of a panel that are widened at a time: with a block of rows they fill half of the L1 cache.
+constexpr int64_t kWidenedColumns = 256;
+
+// add_product by weights that are widened first.
+inline void add_widened(const Rows& x, int64_t column, const BFloat16* w, int64_t apart, int64_t pairs, int64_t count,
+                        float* sums) {
+  alignas(64) float values[kWidenedColumns * kPanel];
+  const int64_t sums_ld = count * kPanel;
+  for (int64_t from = 0; from < 2 * pairs; from += kWidenedColumns) {
+    const int64_t columns = std::min(kWidenedColumns, 2 * pairs - from), first = column + from;
+    for (int64_t c = 0; c < count; ++c) {
+      const BFloat16* stored = w + c * apart + from * kPanel;
+      for (int64_t i = 0; i < columns * kPanel; i += 2 * kPanel)
+        for (int64_t v = 0; v < kPanel; v += kVector) {
+          Words both;
+          std::memcpy(&both, stored + i + 2 * v, sizeof both);
+          store_floats(values + i + v, (Floats)(both << 16));
+          store_floats(values + i + kPanel + v, (Floats)(both & 0xffff0000u));
+        }
+      each_block(x.count, 1, [&](auto R, auto, int64_t row, int64_t) {
+        float* to = sums + row * sums_ld + c * kPanel;
+        widened_block<R>(
+            reinterpret_cast<const float*>(x.block(row, first)), x.ld, values, columns,
+            [=](int64_t i, int64_t j) { return first ? load_floats(to + i * sums_ld + j) : Floats{}; },
+            [=](int64_t i, int64_t j, Floats sum) { store_floats(to + i * sums_ld + j, sum); });
+      });
+    }
+  }
+}
+
 // Adds the products of some columns of x, `column` the first, to sums, or begins these with them: `pairs` of columns of
 // `count` panels, `apart` values from one to the next.
 inline void add_product(const Rows& x, int64_t column, const BFloat16* w, int64_t apart, int64_t pairs, int64_t count,
                         float* sums) {
   const int64_t sums_ld = count * kPanel;
+  if constexpr (kWidened)
+    if (x.count >= kWidenedFrom) return add_widened(x, column, w, apart, pairs, count, sums);
   each_block(x.count, count, [&](auto R, auto C, int64_t row, int64_t panel) {
     float* to = sums + row * sums_ld + panel * kPanel;
     block<R, C>(
@@ -137,6 +169,8 @@ struct GroupedPanels {
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     if (!kInFloat32 || (kInterleaved && x.count > kDirect)) return multiply_staged(x, panels, count, group, sums);
+    if constexpr (kWidened)
+      if (x.count >= kWidenedFrom) return multiply_widened(x, panels, count, group, sums);
     const int64_t apart = panel_bytes(x.k, group), sums_ld = count * kPanel;
     int64_t c = 0;
     if (x.count <= kFew)
@@ -202,6 +236,54 @@ struct GroupedPanels {
     }
   }
 
+  // Codes become float32 in the L1 cache, a group of a panel for all rows.
+  static void multiply_widened(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
+    constexpr int64_t kMost = 128 * kPanel;  // codes of the largest group
+    alignas(64) float codes[kMost], scales[kPanel], minima[kPanel];
+    const int64_t groups = groups_of(x.k, group), apart = panel_bytes(x.k, group), bytes = group_bytes(group);
+    const int64_t sums_ld = count * kPanel;
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t g = 0; g < groups; ++g) {
+        const uint8_t* from = panels + c * apart + g * bytes;
+        for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(from + 4 * bytes + ahead);
+        scales_of(from, scales, minima);
+        widen_codes(from + 4 * kPanel, group, codes);
+        const int64_t columns = std::min(group, x.k - g * group);
+        each_block(x.count, 1, [&](auto R, auto, int64_t row, int64_t) {
+          float* to = sums + row * sums_ld + c * kPanel;
+          const float* of_group = x.sums(row) + g;
+          widened_block<R>(
+              reinterpret_cast<const float*>(x.block(row, g * group)), x.ld, codes, columns,
+              [](int64_t, int64_t) { return Floats{}; },
+              [&](int64_t i, int64_t j, Floats sum) {
+                add_group(to + i * sums_ld + j, sum, of_group[i * x.sums_apart()], scales + j, minima + j, !g);
+              });
+        });
+      }
+  }
+
+  // Writes a group's codes as columns of float32.
+  static void widen_codes(const uint8_t* codes, int64_t group, float* out) {
+    constexpr int64_t kWord = kBits == 3 ? 8 : 16 / kBits;  // pairs in a word
+    for (int64_t p = 0; p < group / 2; p += kWord)
+      for (int64_t v = 0; v < kVectors; ++v) {
+        const Words low = words(codes + p / kWord * sizeof(Halves), v);
+        Words high = {};
+        if (kBits == 3) high = words(codes + (group / 16 + p / 16) * sizeof(Halves), v) >> (p % 16);
+#pragma GCC unroll 8
+        for (int i = 0; i < kWord; ++i)
+          for (int odd = 0; odd < 2; ++odd)
+            store_floats(out + (2 * (p + i) + odd) * kPanel + v * kVector, code(low, high, i, odd));
+      }
+  }
+
+  // Codes of one column, the first or the second of pair number i of those that the words hold, in float32.
+  static inline __attribute__((always_inline)) Floats code(Words low, Words high, int i, int odd) {
+    const Words codes = kBits == 3 ? (low >> (2 * i + 16 * odd) & 3) | (high >> (i + 16 * odd) & 1) << 2
+                                   : low >> (kBits * i + 16 * odd) & ((1 << kBits) - 1);
+    return __builtin_convertvector((Int32s)codes, Floats);
+  }
+
   // Adds to sums, or begins them with, a group's: of x times codes, and of x itself.
   static void add_group(float* to, Floats codes, float of_x, const float* scales, const float* minima, bool first) {
     const Floats scaled = fused(codes, load_floats(scales), first ? Floats{} : load_floats(to));
@@ -257,11 +339,7 @@ struct GroupedPanels {
     for (int odd = 0; odd < 2; ++odd) {
       Floats values[kEach];
 #pragma GCC unroll 4
-      for (int64_t v = 0; v < kEach; ++v) {
-        const Words codes = kBits == 3 ? (low[v] >> (2 * i + 16 * odd) & 3) | (high[v] >> (i + 16 * odd) & 1) << 2
-                                       : low[v] >> (kBits * i + 16 * odd) & ((1 << kBits) - 1);
-        values[v] = __builtin_convertvector((Int32s)codes, Floats);
-      }
+      for (int64_t v = 0; v < kEach; ++v) values[v] = code(low[v], kBits == 3 ? high[v] : Words{}, i, odd);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

@@ -2,10 +2,12 @@
 
 A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows: in step, one prefill pass of B*s rows and n - 1
 decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n. A pass computes at
-the GEMM rate measured for its rows, so memory bandwidth limits small passes; quantized weights are read faster by as
-much as they are smaller, up to the best rate of any rows. The bound takes the faster of the two ways for every engine.
-In each pass the disk reads the part of the weights (without idle experts and without tables that are only looked up)
-and of the KV cache at its mean length that exceeds the memory budget.
+the GEMM rate measured for its rows, so memory bandwidth limits small passes; weights smaller than those measured are
+read faster by as much as they are smaller, up to the best rate of any rows. The bound takes the faster of the two ways
+for every engine.
+In each pass the disk reads the part of the weights (without idle experts and without tables that are only looked up;
+bfloat16 in twelve bits, which hold its values, unless the policy says plain) and of the KV cache at its mean length
+that exceeds the memory budget.
 
 A cell has two bounds: that of the batch it loaded, and that of its job, under the best batch of any size. Both assume
 perfect overlap, a budget filled with weights and cache, and the best sample of each rate, since noise only slows a
@@ -25,7 +27,7 @@ from typing import Literal
 from harness.api.common import DTYPE_BYTES
 from harness.api.machine import LocalModel, MachineRates, mean_cached_tokens
 from harness.api.record import Bound, RunRecord
-from harness.api.spec import RunSpec
+from harness.api.spec import OffloadPolicy, RunSpec
 from harness.common.curve import interpolate
 
 #: From one batch that is tried to the next.
@@ -48,15 +50,16 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     cached = batch * mean_cached_tokens(prompt, generated) * (generated - 1) / generated
     plain = DTYPE_BYTES[model.dtype]
     in_layers = shape.params_per_layer * shape.num_layers
-    value = policy.value_bytes(policy.weight_bits, plain)
-    weights = in_layers * value + shape.head_params * plain
+    exact = _least_bytes(model.dtype, policy)
+    value = exact if policy.weight_bits == 16 else policy.value_bytes(policy.weight_bits, plain)
+    weights = in_layers * value + shape.head_params * exact
     needed = weights + cached * shape.kv_bytes_per_token(1) * policy.value_bytes(policy.kv_bits, plain)
     on_device = ranks * (limits.device_memory or 0)
     on_disk = 0 if limits.host_memory is None else max(0, needed - ranks * limits.host_memory - on_device)
     if not curve or (on_disk and not machine.disk_read) or bool(on_device) != bool(machine.h2d):
         return None
     prefill, decode = shape.block_flops(batch, prompt, generated)
-    smaller = (plain if compute_dtype in DTYPE_BYTES else 1) / value  # than the probe's weights; int8's are a byte
+    smaller = _bytes(compute_dtype) / value  # than the probe's weights
     in_step = prefill / rate_at(curve, batch * prompt, smaller) + decode / rate_at(curve, batch, smaller)
     mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated, smaller)
     compute_s = min(in_step, mixed)
@@ -113,10 +116,20 @@ def bounds_of(
 
 
 def _no_less_exact(dtype: str, others: Sequence[str]) -> list[str]:
-    """`dtype` and the wider of `others`; `dtype` alone if it was not measured or has no width of its own."""
-    if dtype not in others or dtype not in DTYPE_BYTES:
+    """`dtype` and the wider of `others`; `dtype` alone if it was not measured. int8 is the narrowest."""
+    if dtype not in others:
         return [dtype]
-    return [other for other in others if DTYPE_BYTES.get(other, 0) > DTYPE_BYTES[dtype] or other == dtype]
+    return [other for other in others if other == dtype or _bytes(other) > _bytes(dtype)]
+
+
+def _least_bytes(dtype: str, policy: OffloadPolicy) -> float:
+    """Of a weight that keeps its value: bfloat16 needs no more than twelve bits."""
+    return 1.5 if dtype == "bfloat16" and policy.weight_format != "plain" else DTYPE_BYTES[dtype]
+
+
+def _bytes(compute_dtype: str) -> int:
+    """Of a weight that the probe multiplied."""
+    return DTYPE_BYTES.get(compute_dtype, 1)
 
 
 def _highest(bounds: Iterable[Bound | None]) -> Bound | None:

@@ -39,7 +39,7 @@ def serving(settings=SETTINGS, folder=None, digest="digest", **options):
     loop = EngineLoop(engine, settings.max_pending)
     served = Served(engine, loop, "fake", SHAPE, FakeText(MODEL), SHAPE.max_context, settings)
     with contextlib.ExitStack() as opened:
-        batches = folder and opened.enter_context(batches_of(served, folder, 4, lambda: digest, NOTES.append))
+        batches = folder and opened.enter_context(batches_of(served, folder, 4, lambda advance: digest, NOTES.append))
         port = opened.enter_context(_listening(make_app(served, batches), settings))
         opened.callback(loop.close, timeout_s=10)
         yield port, loop

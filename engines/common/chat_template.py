@@ -5,10 +5,12 @@ lets it loop for ever and allocate without end.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class Limits:
     """What a conversation may cost: `cpu_s` seconds of the process's CPU time and `wall_s` of the clock's, `memory`
     bytes beyond what the process starts with, `text` bytes of UTF-8 each for the request and for the text.
 
-    `failures`: how many conversations may exceed time or memory before the template is not tried any more.
+    `failures`: how many conversations, one after the other, may exceed time or memory before the template is not tried
+    for `pause_s` seconds.
     """
 
     cpu_s: float = 10.0
@@ -38,6 +41,7 @@ class Limits:
     memory: int = 512 << 20
     text: int = 16 << 20
     failures: int = 3
+    pause_s: float = 60.0
 
 
 LIMITS = Limits()
@@ -54,7 +58,8 @@ class ChatTemplate:
         self._request: dict[str, Any] = {"template": template, "special_tokens": dict(special_tokens)}
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
-        self._failures = 0
+        self._failures = 0  # since a conversation was within the limits
+        self._tried_s = -math.inf  # when the last one failed
         self._reason = ""  # of the last failure
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -62,14 +67,17 @@ class ChatTemplate:
 
         Raises HarnessError for messages that the template refuses or that cost more than the limits allow.
         """
-        if self._failures >= self._limits.failures:
+        pause_s = self._limits.pause_s
+        if self._failures >= self._limits.failures and time.monotonic() < self._tried_s + pause_s:
             what = f"the model's chat template {self._reason}"
-            raise HarnessError(f"{what}; after {self._failures} failures it is not tried again in this job")
+            raise HarnessError(f"{what}; after {self._failures} failures it is not tried again for {pause_s:g} s")
         request = json.dumps(self._request | {"messages": [dict(m) for m in messages]}, ensure_ascii=False)
         line = request.encode("utf-8", "surrogatepass") + b"\n"
         if len(line) > self._limits.text:
             raise HarnessError(f"the messages and the model's chat template are longer than {_mib(self._limits.text)}")
         answer = self._answer(line)
+        if answer["outcome"] in ("rendered", "refused", "too long"):
+            self._failures = 0
         match answer["outcome"]:
             case "rendered":
                 return str(answer["text"])
@@ -130,6 +138,7 @@ class ChatTemplate:
         """Counts a failure, whose process ends, and returns its error."""
         self.close()
         self._failures += 1
+        self._tried_s = time.monotonic()
         self._reason = reason
         return HarnessError(f"the model's chat template {reason}")
 

@@ -144,7 +144,10 @@ def _packed_by_fbgemm(weight: torch.Tensor, rows: int) -> torch.Tensor:
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:
-        return torch.ops.quantized.linear_prepack(torch._make_per_tensor_quantized_tensor(weight, 1.0, 0), None)
+        packed: torch.Tensor = torch.ops.quantized.linear_prepack(
+            torch._make_per_tensor_quantized_tensor(weight, 1.0, 0), None
+        )
+        return packed
     finally:
         torch.backends.quantized.engine = before
 

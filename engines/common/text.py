@@ -75,6 +75,7 @@ class Text:
         self._tokenizer = load_tokenizer(Path(model.path), "text needs one")
         self._decode = _decoder(self._tokenizer)
         self._vocab = model.shape.vocab
+        self._token_texts: dict[int, str] = {}
         self._chat_template: ChatTemplate | None = None  # from the first chat on
         self._one_chat = threading.Lock()  # a server encodes in many threads, and one process renders
 
@@ -130,6 +131,11 @@ class Text:
 
     def token(self, token: int) -> str:
         """A token's text as it reads inside a sequence, or its vocabulary entry where it is part of a character."""
+        if token not in self._token_texts:  # at most the vocabulary; log-probabilities name the same tokens often
+            self._token_texts[token] = self._token_text(token)
+        return self._token_texts[token]
+
+    def _token_text(self, token: int) -> str:
         before = str(self._tokenizer.decode(self._letter))
         text = str(self._tokenizer.decode([*self._letter, token])).removeprefix(before)
         return str(self._tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in text else text

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -16,6 +16,8 @@ from harness.common.words import nearest
 
 #: OpenAI's limits on `n` and `top_logprobs`.
 _MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
+#: Stop strings of a request, and characters of one: each is looked for at every token.
+_MAX_STOPS, _MAX_STOP = 64, 1024
 #: More than any object of a request has.
 _MAX_SETTINGS = 100
 
@@ -128,8 +130,11 @@ class _Body(_Strict):
     response_format: _Form | None = None
 
 
-class _Completion(_Body):
+class _Prompt(_Strict):
     prompt: str | Items[int]
+
+
+class _Completion(_Body, _Prompt):
     logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
     echo: bool | None = None
 
@@ -186,6 +191,24 @@ def parse_body(
     require_unicode(settings)
     body = checked(_Chat, settings, where) if chat else checked(_Completion, settings, where)
     return _line(body, number, id_, temperature, max_tokens, seed)
+
+
+def parse_prompts(
+    settings: Mapping[str, Any], prompts: Sequence[Any], number: int, max_tokens: int, seed: int
+) -> tuple[BatchLine, ...]:
+    """Requests of completions, the first of number `number`, that differ in their prompts: other settings are checked
+    once. Raises LineError."""
+    first = parse_body({**settings, "prompt": prompts[0]}, False, number, max_tokens, seed)
+    lines = [first]
+    for prompt in prompts[1:]:
+        number += 1
+        require_unicode({"prompt": prompt})
+        sampling = first.sampling
+        if settings.get("seed") is None:
+            sampling = replace(sampling, seed=_seed_of(number, seed))
+        given = _prompt_of(checked(_Prompt, {"prompt": prompt}, ""))
+        lines.append(replace(first, number=number, prompt=given, sampling=sampling))
+    return tuple(lines)
 
 
 def body_schema(chat: bool) -> dict[str, Any]:
@@ -284,7 +307,6 @@ def _unknown(key: str, path: str, kind: type[BaseModel]) -> str:
 def _line(
     body: _Completion | _Chat, number: int, id_: str | None, temperature: float, max_tokens: int, seed: int
 ) -> BatchLine:
-    prompt: str | tuple[int, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
     if isinstance(body, _Chat):
         messages = tuple({"role": m.role, "content": _plain(m.content)} for m in body.messages)
@@ -293,12 +315,13 @@ def _line(
             raise LineError("top_logprobs needs logprobs: true")
         own_limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     else:
-        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         alternatives, own_limit = body.logprobs, body.max_tokens
     echo = isinstance(body, _Completion) and bool(body.echo)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if "" in stop:
         raise LineError("stop: an empty string would end every answer at once")
+    if len(stop) > _MAX_STOPS or any(len(one) > _MAX_STOP for one in stop):
+        raise LineError(f"stop: expected at most {_MAX_STOPS} strings of at most {_MAX_STOP} characters")
     sampling = SamplingParams(
         max_tokens=max_tokens if own_limit is None else own_limit,
         min_tokens=body.min_tokens,
@@ -306,14 +329,24 @@ def _line(
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k,
         min_p=body.min_p,
-        seed=(seed << 32) + number if body.seed is None else body.seed,
+        seed=_seed_of(number, seed) if body.seed is None else body.seed,
         stop=stop,
         ignore_eos=body.ignore_eos,
         logprobs=alternatives,
         prompt_logprobs=echo and alternatives is not None,
         json_schema=None if body.response_format is None else body.response_format.schema_text,
     )
+    prompt = _prompt_of(body) if isinstance(body, _Completion) else ()
     return BatchLine(number, id_, prompt, messages, sampling, body.n or 1, body.model, echo)
+
+
+def _seed_of(number: int, seed: int) -> int:
+    """Of request `number`, if it gives none."""
+    return (seed << 32) + number
+
+
+def _prompt_of(body: _Prompt) -> str | tuple[int, ...]:
+    return body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
 
 
 def _plain(content: str | list[_Text]) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -99,6 +99,7 @@ def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, An
     """
     lines = Lines()
     ids: dict[str, int] = {}
+    tokens: dict[int, int] = {}  # one object for each id: millions of prompts' own would take several times the memory
     seen = set()
     for number, raw, position, size in _raw_lines(job):
         seen.add(number)
@@ -110,7 +111,7 @@ def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, An
                 raise HarnessError(_other_input(job, number))
             lines.settled[number] = before
             continue
-        item = _tokenized(parsed, digest, shape, text) if isinstance(parsed, BatchLine) else parsed
+        item = _tokenized(parsed, digest, shape, text, tokens) if isinstance(parsed, BatchLine) else parsed
         if isinstance(item, Ready):
             lines.ready.append(item)
         elif before is None:
@@ -167,11 +168,18 @@ def _parsed(job: BatchJob, number: int, raw: bytes, digest: str, ids: dict[str, 
     return line
 
 
-def _tokenized(line: BatchLine, digest: str, shape: ModelShape, text: Text) -> Ready | Refused:
+def _tokenized(
+    line: BatchLine, digest: str, shape: ModelShape, text: Text, tokens: dict[int, int]
+) -> Ready | Refused:  # fmt: skip
+    """A line's requests, whose token ids are those of `tokens`, to which new ones are added."""
     try:
-        return Ready(line, digest, requests_of(line, shape, text))
+        requests = requests_of(line, shape, text)
     except HarnessError as exc:
         return Refused(line.number, digest, line.id, str(exc))
+    prompt = tuple(tokens.setdefault(token, token) for token in requests[0].prompt)
+    if not isinstance(line.prompt, str):
+        line = replace(line, prompt=prompt if line.prompt else ())
+    return Ready(line, digest, tuple(replace(request, prompt=prompt) for request in requests))
 
 
 def _other_input(job: BatchJob, number: int) -> str:

@@ -97,7 +97,7 @@ class GrowingText:
 
     def add(self, token: int) -> str:
         """The piece of text that this token settles, often empty."""
-        before = len(self._whole)
+        before = len(self._whole.rstrip(_PART))  # a part of a character may become one that ends a stop string
         self._tokens.append(token)
         self._whole = self._decoded()
         settled = self._whole.rstrip(_PART)
@@ -147,7 +147,8 @@ class GrowingText:
         held = 0
         for stop in self._sampling.stop:
             at = text.find(stop, max(0, before - len(stop) + 1)) if self._may_stop else -1
-            begun = next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+            most = min(len(stop) - 1, len(text))
+            begun = next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
             held = max(held, begun, len(text) - at if at >= 0 else 0)
         return held
 

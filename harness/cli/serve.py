@@ -43,7 +43,8 @@ def serve(**options: Any) -> None:
 
     Requests share the passes of one engine. Beside /v1/completions, /v1/chat/completions and /v1/models there are
     /v1/files and /v1/batches, which answer a file as `harness generate` does and go on after a restart, /tokenize,
-    /health, /ready and /metrics (Prometheus). Ctrl-C or SIGTERM lets running requests end.
+    /health, /ready, /status and /metrics (Prometheus), and a page to look at. Ctrl-C or SIGTERM lets running requests
+    end.
 
     \b
     Examples:

@@ -43,6 +43,11 @@ class Answer:
         """Whether all choices are."""
         return len(self._results) == len(self.requests)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether to make the whole of it may take long: log-probabilities name twenty tokens at each."""
+        return any(request.sampling.logprobs is not None for request in self.requests)
+
     def finish(self, event: FinishedEvent) -> None:
         """Keeps the result of a choice."""
         self._results[self._index[event.result.id]] = event.result

@@ -61,7 +61,8 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
         return await generate(request, chat=True)
 
     def understand(raw: bytes, chat: bool, number: int) -> tuple[Asked, list[GenerationRequest]]:
-        asked = parse(raw, chat, number << 16, served.name, served.settings.max_tokens)
+        settings = served.settings
+        asked = parse(raw, chat, number << 16, served.name, settings.max_tokens, settings.max_pending)
         return asked, requests_for(asked, served.shape, served.text, served.longest)
 
     async def generate(request: Request, chat: bool) -> Response:
@@ -100,6 +101,12 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         """A client that went away while it sent its body."""
         metrics.ended("cancelled")
         return Response(status_code=499)  # which nobody reads
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, exc: Exception) -> JSONResponse:
+        """What nobody foresaw; its traceback goes to the log."""
+        metrics.ended("failed")
+        return error(f"the server failed at this request: {type(exc).__name__}", 500, "internal_error")
 
     @app.exception_handler(404)
     async def unknown(request: Request, exc: Exception) -> JSONResponse:
@@ -155,7 +162,8 @@ def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
             prompt = settings.get("prompt")
             if not isinstance(prompt, str):
                 raise RequestError("prompt: expected a string")
-            ids = served.text.encode(prompt)
+            encode = served.text.encode
+            ids = encode(prompt) if len(prompt) <= _SMALL else await asyncio.to_thread(encode, prompt)
         except LineError as exc:
             raise RequestError(f"the request {exc}") from None
         except HarnessError as exc:

@@ -29,13 +29,17 @@ from harness.batch.job import BatchJob
 from harness.common.files import os_errors
 from harness.common.regular_file import lines_of, open_regular, parse_json
 from harness.serve.batch_store import Batch, BatchStore, Counts, Status
-from harness.serve.engine_loop import EngineFailure
+from harness.serve.engine_loop import Deliver, EngineFailure
 from harness.serve.file_store import FileStore
 from harness.serve.requests import no_model
 from harness.serve.served import Served
 
 #: How long a batch waits before it looks again whether it is cancelled, or whether there is room for its requests.
 _LOOK_S = 0.2
+
+
+#: Gives the digest of all that decides a model's answers, and tells how far it has read the model: bytes done, of all.
+Identity = Callable[[Callable[[int, int], None]], str]
 
 
 class _InterruptedError(Exception):
@@ -45,18 +49,19 @@ class _InterruptedError(Exception):
 class BatchRunner:
     """Runs the batches of `store` that are of the model that is `served`, in the order in which they came.
 
-    `identity` gives the digest of all that decides the model's answers, for which it may have to read the model.
     `window`: how many of a batch's requests are pending at a time, so that other clients' need not wait behind all.
     """
 
     def __init__(
-        self, store: BatchStore, files: FileStore, served: Served, window: int, identity: Callable[[], str],
+        self, store: BatchStore, files: FileStore, served: Served, window: int, identity: Identity,
         note: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._store, self._files, self._served, self._window = store, files, served, window
         self._make_identity, self._note = identity, note
         self._loop = served.loop
         self._closing = threading.Event()
+        self._taking = threading.Lock()  # who decides what becomes of a batch that does not run
+        self._current: str | None = None  # the batch that runs
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
 
@@ -71,6 +76,12 @@ class BatchRunner:
         """Queues a batch of the store."""
         self._queue.put(batch.id)
 
+    def cancel(self, id_: str) -> None:
+        """Ends a batch that is to be cancelled, at once unless it runs. Raises HarnessError if it cannot be written."""
+        with self._taking:
+            if self._current != id_ and not self._batch(id_).ended:
+                self._finish(id_)
+
     def close(self) -> None:
         """Ends the thread; the batch that runs goes on when its server is started again. Idempotent."""
         self._closing.set()
@@ -80,10 +91,14 @@ class BatchRunner:
 
     @cached_property
     def _identity(self) -> str:
-        return self._make_identity()
+        return self._make_identity(lambda done, total: self._go_on())
 
     def _run(self) -> None:
         while (id_ := self._queue.get()) is not None and not self._closing.is_set():
+            with self._taking:
+                if self._batch(id_).ended:  # it was cancelled before its turn
+                    continue
+                self._current = id_
             try:
                 self._run_batch(id_)
             except _InterruptedError:
@@ -91,11 +106,21 @@ class BatchRunner:
             except Exception as exc:
                 reason = str(exc) if isinstance(exc, HarnessError) else f"{type(exc).__name__}: {first_line(exc)}"
                 self._end(id_, "failed", error=reason)
+            finally:
+                self._current = None
+
+    def _batch(self, id_: str) -> Batch:
+        batch = self._store.get(id_)
+        assert batch is not None
+        return batch
+
+    def _go_on(self) -> None:
+        if self._closing.is_set():
+            raise _InterruptedError
 
     def _run_batch(self, id_: str) -> None:
         """Answers the lines of a batch that have no answer yet. Raises HarnessError where it fails."""
-        batch = self._store.get(id_)
-        assert batch is not None
+        batch = self._batch(id_)
         if batch.status == "validating":
             self._note(f"{id_} begins")
         served, settings = self._served, self._served.settings
@@ -105,7 +130,7 @@ class BatchRunner:
         )  # fmt: skip
         stopped = self._stopped(id_)
         if not stopped():
-            progress = _BatchProgress(self._store, id_)
+            progress = _BatchProgress(self._store, id_, self._go_on)
             with closing(AnswerFile(job.output, self._identity, fresh=False)) as output:
                 lines = read(job, served.shape, served.text, output.answered, progress)
                 lines.refuse(lambda item: self._refusal(item, batch))
@@ -115,6 +140,7 @@ class BatchRunner:
                 failed = refused + sum(answer.refused for answer in lines.settled.values())
                 progress.before = Counts(len(lines.ready) + settled + refused, settled + refused - failed, failed)
                 self._store.change(id_, "in_progress", _now(), counts=progress.before)
+                output.remove(output.answered.keys() - lines.settled.keys())  # refused once, and tried again
                 write_refused(lines.refused, output)
                 results = self._results(id_, lines.requests, stopped)
                 write_answers(results, lines, served.name, served.text, output, progress)
@@ -127,15 +153,15 @@ class BatchRunner:
         self._end(id_, "cancelled" if batch.status == "cancelling" else "completed", **self._outcome(batch))
 
     def _end(self, id_: str, status: Status, **changes: Any) -> None:
-        """Ends a batch; one that failed with files of what it had answered, where they can be written."""
-        batch = self._store.get(id_)
-        assert batch is not None
-        if status == "failed":
-            with suppress(HarnessError, OSError):
-                changes |= self._outcome(batch)
+        """Ends a batch; one that failed with files of what it had answered."""
         try:
+            if status == "failed":
+                changes |= self._outcome(self._batch(id_))
             batch = self._store.change(id_, status, _now(), **changes)
-        except HarnessError as exc:  # a full disk: clients are told, and a server that is started again tries again
+        except (
+            HarnessError,
+            OSError,
+        ) as exc:  # a full disk: clients are told, and a server that is started again tries again
             self._note(f"{id_}: {exc}")
             batch = self._store.change(id_, status, _now(), kept=False, **changes)
         else:
@@ -158,14 +184,16 @@ class BatchRunner:
         return outcome
 
     def _rows(self, batch: Batch, refused: bool) -> Iterator[dict[str, Any]]:
-        """The answers or the refusals of a batch so far, as lines of OpenAI's format."""
+        """The answers or the refusals of a batch so far, as lines of OpenAI's format. Raises HarnessError where they
+        cannot be read."""
         number = batch.id.removeprefix("batch_")
         path = self._store.answers(batch.id)
         if not path.exists():
             return
         kind = "chatcmpl" if batch.endpoint.endswith("/chat/completions") else "cmpl"
         with os_errors(f"cannot read {path}"), open_regular(path) as file:
-            for row in map(parse_json, lines_of(file)):
+            for number_of_row, raw in enumerate(lines_of(file), 1):
+                row = _row(raw, f"{path} line {number_of_row}")
                 if (row["error"] is not None) is not refused:
                     continue
                 name, response = f"{number}-{row['line']}", row["response"]
@@ -218,7 +246,7 @@ class BatchRunner:
                     break
                 while waiting and len(running) < self._window:
                     named = replace(waiting[0], id=f"{id_}:{waiting[0].id}")
-                    if self._loop.closed or not self._loop.submit([(named, deliver)]):
+                    if not self._submitted(id_, named, deliver):
                         break
                     running[named.id] = waiting.popleft().id
                 try:
@@ -239,20 +267,41 @@ class BatchRunner:
             for name in running:
                 self._loop.cancel(name)
 
+    def _submitted(self, id_: str, request: GenerationRequest, deliver: Deliver) -> bool:
+        """Whether a request of the batch was let in. Raises _InterruptedError where the engine has failed."""
+        try:
+            return not self._loop.closed and self._loop.submit([(request, deliver)])
+        except HarnessError as exc:
+            if self._loop.failure:
+                self._store.change(id_, None, _now(), kept=False, error=str(exc))
+            raise _InterruptedError from exc
+
 
 class _BatchProgress:
-    """Counts the lines of a batch that were answered, for clients that ask; `before`: as its server found it."""
+    """Counts the lines of a batch that were answered, for clients that ask; `before`: as its server found it. `go_on`
+    raises where the server ends while the file is read."""
 
-    def __init__(self, store: BatchStore, id_: str) -> None:
-        self._store, self._id = store, id_
+    def __init__(self, store: BatchStore, id_: str, go_on: Callable[[], None]) -> None:
+        self._store, self._id, self._go_on = store, id_, go_on
         self.before = Counts()
 
     def note(self, text: str) -> None: ...
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
+        if phase == "reading":
+            self._go_on()
         if phase == "generating":
             counts = replace(self.before, completed=self.before.completed + done)
             self._store.change(self._id, None, _now(), kept=False, counts=counts)
+
+
+def _row(raw: bytes, where: str) -> dict[str, Any]:
+    """A line of an answer file. Raises HarnessError."""
+    try:
+        row = parse_json(raw)
+        return {name: row[name] for name in ("line", "custom_id", "response", "error")}
+    except (ValueError, KeyError, TypeError) as exc:
+        raise HarnessError(f"{where} is damaged: {first_line(exc)}") from exc
 
 
 def _now() -> int:

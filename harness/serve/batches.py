@@ -19,7 +19,7 @@ from harness.api import HarnessError
 from harness.batch.format import LineError, checked, parse_object, require_unicode
 from harness.common.files import os_errors
 from harness.common.locks import locked
-from harness.serve.batch_runner import BatchRunner
+from harness.serve.batch_runner import BatchRunner, Identity
 from harness.serve.batch_store import Batch, BatchStore, Endpoint
 from harness.serve.bodies import limited, whole_body
 from harness.serve.described import content_of, form_body, json_body
@@ -71,7 +71,7 @@ class Batches:
 
 @contextmanager
 def batches_of(
-    served: Served, folder: Path, window: int, identity: Callable[[], str], note: Callable[[str], None]
+    served: Served, folder: Path, window: int, identity: Identity, note: Callable[[str], None]
 ) -> Iterator[Batches]:
     """The files and batches in `folder`; those that an earlier server left go on. `window` and `identity` as in
     BatchRunner; `note` is told how batches end.
@@ -179,6 +179,7 @@ def add_batch_routes(app: FastAPI, batches: Batches) -> None:
         if batch.ended:
             raise RequestError(f"{id_} is {batch.status} already", 409, "already_ended")
         await _kept(batches.store.change, id_, "cancelling", int(time.time()))
+        await _kept(batches.runner.cancel, id_)
         return JSONResponse(_batch(batches, id_).described())
 
 

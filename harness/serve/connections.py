@@ -53,14 +53,16 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
     """The protocol of a server's connections.
 
     One beyond `most` is answered with 503. It stays for the client's request, which is dropped, for _LINGER_S at most:
-    a connection that is closed before the request has come is reset, and the answer lost. One is closed that asks
-    nothing within `patience_s` of its beginning, or takes nothing of its answer for as long.
+    a connection that is closed before the request has come is reset, and the answer lost. One is closed that has not
+    asked anything within `patience_s` of its beginning, or of the first byte after an answer, or that takes nothing of
+    its answer for as long.
     """
 
     refused: set[asyncio.Protocol] = set()
 
     class ClientConnection(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
+        _asking: asyncio.TimerHandle | None = None  # until a request is there
+        _reading: asyncio.TimerHandle | None = None  # until the client takes something
         on_writable: Callable[[], None] | None = None
 
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -87,7 +89,7 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
             if len(self.connections) > most:
                 self._refuse(transport)
             else:
-                self._timer = self.loop.call_later(patience_s, self._end_if_silent)
+                self._asking = self.loop.call_later(patience_s, transport.abort)
 
         def _refuse(self, transport: Any) -> None:
             self.connections.discard(self)
@@ -95,38 +97,45 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
             if len(refused) < _MOST_LINGERING:
                 refused.add(self)
                 transport.write_eof()
-                self._timer = self.loop.call_later(_LINGER_S, transport.close)
+                self._asking = self.loop.call_later(_LINGER_S, transport.close)
             else:
                 transport.close()
 
         def data_received(self, data: bytes) -> None:
-            if self not in refused:
-                super().data_received(data)
+            if self in refused:
+                return
+            super().data_received(data)
+            if self.cycle and not self.cycle.response_complete:
+                self._end_asking()
+            elif self._asking is None:
+                self._asking = self.loop.call_later(patience_s, self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             refused.discard(self)
-            self._stop_waiting()
+            self._end_asking()
+            self._end_reading()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stop_waiting()
-            self._timer = self.loop.call_later(patience_s, self.transport.abort)
+            self._end_reading()
+            self._reading = self.loop.call_later(patience_s, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._stop_waiting()
+            self._end_reading()
             if self.on_writable is not None:
                 self.on_writable()
 
-        def _end_if_silent(self) -> None:
-            if not self.cycle:  # its first request is not there
-                self.transport.abort()
+        def _end_asking(self) -> None:
+            if self._asking is not None:
+                self._asking.cancel()
+                self._asking = None
 
-        def _stop_waiting(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        def _end_reading(self) -> None:
+            if self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
 
     return ClientConnection
 

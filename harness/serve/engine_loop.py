@@ -144,7 +144,7 @@ class EngineLoop:
                 for event in events:
                     self._hand_out(event)
                 self.after_step()
-        except Exception as exc:
+        except BaseException as exc:  # a panic in Rust is no Exception
             refusal = classify(exc)
             with self._lock:
                 self.failure = f"the engine has failed ({refusal.status}): {refusal.reason}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.api import GenerationRequest, HarnessError, ModelShape
 from harness.api.task import Text
-from harness.batch.format import BatchLine, LineError, parse_body, parse_object
+from harness.batch.format import BatchLine, LineError, parse_body, parse_object, parse_prompts
 from harness.batch.texts import requests_of
 
 #: Settings that are the stream's, not the answer's, and its options.
@@ -44,15 +44,18 @@ class Asked:
         return sum(line.samples for line in self.lines)
 
 
-def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int) -> Asked:
-    """The body of request `number` to a server of `model`. Raises RequestError."""
+def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int, most: int) -> Asked:
+    """The body of request `number` to a server of `model` that holds `most` answers at a time. Raises RequestError."""
     try:
         settings = parse_object(raw)
         stream, usage = _stream(settings)
         settings = {key: value for key, value in settings.items() if key not in _STREAM}
-        lines = tuple(
-            parse_body(one, chat, number + i, max_tokens, seed=0) for i, one in enumerate(_prompts(settings, chat))
-        )
+        prompts = _prompts(settings, chat)
+        _refuse_too_many(len(prompts), settings.get("n"), most)
+        if prompts:
+            lines = parse_prompts(settings, prompts, number, max_tokens, seed=0)
+        else:
+            lines = (parse_body(settings, chat, number, max_tokens, seed=0),)
     except LineError as exc:
         raise RequestError(f"the request {exc}" if str(exc).startswith("is ") else str(exc)) from None
     if lines[0].model not in (None, model):
@@ -93,9 +96,17 @@ def _stream(settings: Mapping[str, Any]) -> tuple[bool, set[str]]:
     return True, {name for name in options if options[name] is True}
 
 
-def _prompts(settings: Mapping[str, Any], chat: bool) -> Sequence[Mapping[str, Any]]:
-    """The settings of each of several prompts in a list."""
+def _prompts(settings: Mapping[str, Any], chat: bool) -> Sequence[str | list[Any]]:
+    """The prompts of a list of them; none where it is no such list."""
     prompt = settings.get("prompt")
-    if chat or not isinstance(prompt, list) or not prompt or not all(isinstance(one, str | list) for one in prompt):
-        return [settings]
-    return [{**settings, "prompt": one} for one in prompt]
+    if chat or not isinstance(prompt, list) or not all(isinstance(one, str | list) for one in prompt):
+        return []
+    return prompt
+
+
+def _refuse_too_many(prompts: int, samples: Any, most: int) -> None:
+    """Raises RequestError for more answers than a server can ever hold."""
+    answers = max(1, prompts) * (samples if isinstance(samples, int) else 1)
+    if answers > most:
+        raise RequestError(f"the request asks for {answers} answers, and this server holds at most {most} at a time; "
+                           "send several requests")  # fmt: skip

@@ -84,8 +84,9 @@ class Running:
             await self._until_over(receive)
             if self._failure is not None:
                 return self._failed(self._failure)
+            body = await asyncio.to_thread(self._answer.whole) if self._answer.is_large else self._answer.whole()
             self._outcome = "ok"
-            return JSONResponse(self._answer.whole())
+            return JSONResponse(body)
         except ClientDisconnect:
             return Response(status_code=499)  # which nobody reads
         finally:

@@ -52,8 +52,8 @@ def serve(settings: ServeSettings, progress: Progress) -> None:
         folder = settings.files or settings.cache / "served" / str(port)
         name, shape, text = public_name(cell.model.id), session.model.shape, session.text
 
-        def identity() -> str:
-            return registry.identity(cell.engine, session.model, settings.cache, lambda done, total: None)
+        def identity(advance: Callable[[int, int], None]) -> str:
+            return registry.identity(cell.engine, session.model, settings.cache, advance)
 
         with closing(text), running(engine, settings.max_pending) as loop:
             served = Served(engine, loop, name, shape, text, longest, settings)
@@ -125,6 +125,7 @@ class _Server:
         if self._signals == 1:
             self._draining = asyncio.ensure_future(self._drain())
         else:
+            self._served.loop.close(timeout_s=0)  # a batch's requests, too
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _drain(self) -> None:

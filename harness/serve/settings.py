@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: The most bytes of a request's body, and of a file that is uploaded.
-MAX_BODY, MAX_UPLOAD = 16 << 20, 512 << 20
+MAX_BODY, MAX_UPLOAD = 16 << 20, 200 << 20
 
 
 @dataclass(frozen=True)

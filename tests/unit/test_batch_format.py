@@ -115,6 +115,10 @@ def test_a_mistake_keeps_the_id_of_its_line() -> None:
         parsed({"messages": [{"role": "user", "content": "hi"}], "tools": []})
     with pytest.raises(LineError, match="stop: an empty string"):
         parsed({"prompt": "p", "stop": ["x", ""]})
+    assert len(parsed({"prompt": "p", "stop": ["x" * 1024] * 64}).sampling.stop) == 64
+    for stop in ("x" * 1025, ["x"] * 65):
+        with pytest.raises(LineError, match="stop: expected at most 64 strings of at most 1024 characters"):
+            parsed({"prompt": "p", "stop": stop})
 
 
 def test_an_answer_counts_the_prompt_once_and_the_tokens_of_all_samples() -> None:

@@ -323,6 +323,55 @@ def test_a_client_that_asks_nothing_is_cut_off_and_one_that_asked_is_not():
         assert ask(port, body={"prompt": "a", "max_tokens": 60, "ignore_eos": True})[0].status == 200
 
 
+def test_a_client_that_begins_another_request_and_does_not_end_it_is_cut_off():
+    """As one that never asked: it would hold one of the places for ever."""
+    with (
+        serving(replace(SETTINGS, patience_s=0.5)) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as slow,
+    ):
+        slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            answer += slow.recv(4096)
+        slow.sendall(b"GET /health HTTP/1.1\r\nho")
+        began = time.monotonic()
+        assert slow.recv(4096) == b"" and time.monotonic() - began > 0.4
+
+
+def test_more_answers_than_a_server_ever_holds_are_refused_for_good():
+    """At once, whatever their prompts are; 429 would have a client ask again and again."""
+    with serving(replace(SETTINGS, max_pending=4)) as (port, _):
+        for body in ({"prompt": ["a"] * 5}, {"prompt": "a", "n": 5}, {"prompt": ["a", "b"], "n": 3}):
+            response, answer = ask(port, body=body)
+            assert response.status == 400 and "holds at most 4 at a time" in answer["error"]["message"], body
+        response, answer = ask(port, body={"prompt": ["a", [98]], "n": 2, "max_tokens": 2, "seed": 5})
+        assert response.status == 200
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts[::2] == [alone(b"a", 2, seed=5), alone(b"b", 2, seed=5)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [(["a", {}], "prompt"), (["a", ["b"]], "list of token ids"), ([["x"], "a"], "list of token ids"), (["a", []], "")],
+)
+def test_each_of_several_prompts_is_checked(port, prompts, words):
+    response, answer = ask(port, body={"prompt": prompts, "max_tokens": 2})
+    assert response.status == 400 and words in answer["error"]["message"], answer
+
+
+def test_prompts_without_a_seed_are_drawn_apart(port):
+    answer = ask(port, body={"prompt": ["a", "a", "a"], "max_tokens": 12, "ignore_eos": True})[1]
+    assert len({choice["text"] for choice in answer["choices"]}) == 3
+
+
+def test_what_nobody_foresaw_has_the_form_of_an_error():
+    with mock.patch("harness.serve.app.Answer", side_effect=ZeroDivisionError), serving() as (port, _):
+        response, answer = ask(port, body={"prompt": "a"})
+        assert response.status == 500 and answer["error"]["code"] == "internal_error"
+        assert "ZeroDivisionError" in answer["error"]["message"]
+        assert b'outcome="failed"' in ask(port, "/metrics", method="GET")[1]
+
+
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_client_that_reads_nothing_is_cut_off(reads_on):
     """As a transport tells whose buffer is full."""
@@ -331,6 +380,7 @@ def test_a_client_that_reads_nothing_is_cut_off(reads_on):
         config, transport = uvicorn.Config(None), mock.Mock()
         connection = connection_class(9, 0.05)(config, uvicorn.server.ServerState(), {})
         connection.connection_made(transport)
+        connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         connection.pause_writing()
         if reads_on:
             connection.resume_writing()

@@ -215,7 +215,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers_and_its_file(tmp_path):
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5)
         response, answer = ask(port, f"/v1/files/{batch.input_file_id}", method="DELETE")
         assert response.status == 409 and batch.id in answer["error"]["message"]
-        assert client.batches.cancel(waiting.id).status == "cancelling"
+        assert client.batches.cancel(waiting.id).status == "cancelled", "nobody runs it yet"
         assert client.batches.cancel(batch.id).status == "cancelling"
         batch, waiting = ended(client, batch), ended(client, waiting)
         assert batch.status == waiting.status == "cancelled" and batch.cancelling_at <= batch.cancelled_at
@@ -255,6 +255,55 @@ def test_a_batch_goes_on_with_the_next_server_and_not_under_another_model(tmp_pa
             assert answer["response"]["body"]["choices"][0]["text"] == alone(f"prompt {i}".encode(), 10, seed=i)
         assert client.batches.retrieve(other.id).status == "validating"
     assert not list((tmp_path / "batches").glob("*.answers.jsonl"))
+
+
+def test_lines_that_one_server_refuses_are_tried_by_the_next_and_listed_once(tmp_path):
+    lines = [line(0, model="other"), line(1, max_tokens=20), *(line(i, max_tokens=10) for i in range(2, 60))]
+    with serving(folder=tmp_path, sleep_s=0.01) as (port, _):
+        batch = begin(client_of(port), lines)
+        until(lambda: client_of(port).batches.retrieve(batch.id).request_counts.completed >= 5)
+    with serving(folder=tmp_path) as (port, _):
+        client = client_of(port)
+        batch = ended(client, batch)
+        assert asdict_of(batch.request_counts) == {"total": 60, "completed": 59, "failed": 1}
+        refused = list(map(json.loads, client.files.content(batch.error_file_id).iter_lines()))
+        assert [row["custom_id"] for row in refused] == ["line-0"]
+        assert "line-0" not in rows(client, batch.output_file_id)
+
+
+def asdict_of(counts):
+    return {"total": counts.total, "completed": counts.completed, "failed": counts.failed}
+
+
+def test_a_batch_that_nobody_runs_can_be_cancelled(tmp_path):
+    """Of another model, or after an engine that failed."""
+    with serving(folder=tmp_path, crash="exception") as (port, _):
+        client = client_of(port)
+        broken = begin(client, [line(0)])
+        until(lambda: client.batches.retrieve(broken.id).errors)
+        assert client.batches.cancel(broken.id).status == "cancelled"
+    other = Batch("batch_aaaaaaaaaaaaaaaaaaaaaaaa", "/v1/completions", broken.input_file_id, "24h", "another", 5, 1)
+    BatchStore(tmp_path / "batches", print).put(other)
+    with serving(folder=tmp_path) as (port, _):
+        client = client_of(port)
+        assert client.batches.cancel(other.id).status == "cancelled"
+        assert client.files.delete(other.input_file_id).deleted
+        assert ended(client, begin(client, [line(0)])).status == "completed"
+
+
+@pytest.mark.parametrize("damage", [b"nonsense\n", b'{"line": 1}\n', b"[]\n"])
+def test_answers_that_are_damaged_fail_their_batch_and_no_other(tmp_path, damage):
+    with serving(folder=tmp_path, sleep_s=0.01) as (port, _):
+        batch = begin(client_of(port), [line(i, max_tokens=10) for i in range(60)])
+        until(lambda: client_of(port).batches.retrieve(batch.id).request_counts.completed >= 5)
+    answers = BatchStore(tmp_path / "batches", print).answers(batch.id)
+    answers.write_bytes(damage + answers.read_bytes())
+    with serving(folder=tmp_path) as (port, _):
+        client = client_of(port)
+        batch = ended(client, batch)
+        assert batch.status == "failed" and batch.errors.data[0].message
+        assert ended(client, begin(client, [line(0)])).status == "completed"
+    assert answers.exists(), "what can be saved of them is the user's to decide"
 
 
 def test_answers_of_other_weights_are_not_mixed(tmp_path):
@@ -341,3 +390,8 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
         assert len(list((tmp_path / "files" / "files").iterdir())) % 2 == 0
         assert any("cannot write" in note for note in NOTES)
         assert ended(client, begin(client, [line(0)])).status == "completed"
+        assert client.batches.retrieve(batch.id).status == "failed"
+    with serving(folder=tmp_path / "files") as (port, _):  # it goes on with what had been answered
+        batch = ended(client_of(port), batch)
+        assert batch.status == "completed" and batch.errors is None
+        assert len(rows(client_of(port), batch.output_file_id)) == batch.request_counts.completed == 60

@@ -11,7 +11,7 @@ from engines.common.requests import decoder, full_sequence
 from engines.offload.admission import AverageLength
 from engines.offload.backend.base import LoadRequest
 from engines.offload.backend.choice import backend_for
-from engines.offload.flight import Share
+from engines.offload.flight import Share, blocks_by_tier
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_store.options import kv_store_options
 from engines.offload.loaded_model import EngineStats, LoadedModel
@@ -103,7 +103,8 @@ class OffloadEngine(api.OnlineEngine):
                 backend = backend_for(request, kernels, resources, self._attention_units)
                 runner = ModelRunner(load(request, backend, kernels, resources), kernels)
             if self._kv_store is not None:
-                resources.callback(open_store(self._kv_store, runner.loaded, runner.pass_model.row_s).close)
+                store = open_store(self._kv_store, runner.loaded, job.cache, runner.pass_model.row_s)
+                resources.callback(store.close)
             self._runner, self._session = runner, self._sessions(runner, self._online_budget)
             self._resources = resources.pop_all()
         return self.loaded.report
@@ -169,7 +170,8 @@ class OffloadEngine(api.OnlineEngine):
     def stats(self) -> EngineStats:
         """Counts and bytes of what is loaded and was moved. Raises HarnessError if nothing is loaded."""
         session = self._loaded_session()
-        return self.loaded.stats(session.pending() - session.running, session.running)
+        blocks = blocks_by_tier(self._loaded_runner().shares)
+        return self.loaded.stats(session.pending() - session.running, session.running, blocks)
 
     def close(self) -> None:
         if loaded := self._runner is not None:

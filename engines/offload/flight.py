@@ -26,6 +26,13 @@ class Share:
     plan: MemoryPlan
 
 
+def blocks_by_tier(shares: Sequence[Share]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """KV blocks of several shares by tier: those that sequences hold, and all."""
+    used = zip(*(share.blocks.num_used for share in shares), strict=True)
+    there = zip(*(share.blocks.sizes for share in shares), strict=True)
+    return tuple(map(sum, used)), tuple(map(sum, there))
+
+
 class BatchMetadata(NamedTuple):
     """All that a batch's rows need besides their tokens: positions [tokens] and the indices of those whose logits are
     needed, where the model computes, and their attention."""

@@ -123,12 +123,13 @@ class LoadedModel:
         self.settle()
         return self.timeline.trace()
 
-    def stats(self, waiting: int = 0, running: int = 0) -> EngineStats:
-        """What is held and was moved so far; so many requests wait and run."""
+    def stats(self, waiting: int, running: int, kv_blocks: tuple[Sequence[int], Sequence[int]]) -> EngineStats:
+        """What is held and was moved so far; so many requests wait and run, and sequences hold so many `kv_blocks` by
+        tier, of so many."""
         self.settle()
         activations = self.activation_offload
         moving = [blocks for blocks in (self.cache.offloaded, self.cache.host_attention) if blocks is not None]
-        used, total = self._kv_blocks_by_tier()
+        used, total = (self._by_tier(counts) for counts in kv_blocks)
         return EngineStats(
             waiting=waiting,
             running=running,
@@ -156,13 +157,8 @@ class LoadedModel:
     def _pass_weight_bytes(self) -> int:
         return sum(tile.span for tile in self.stream.tiles)
 
-    def _kv_blocks_by_tier(self) -> tuple[dict[str, int], dict[str, int]]:
-        """KV blocks that sequences hold, and all."""
-        plan, used = self.plan, self.cache.num_used
-        if self.device.where.type == "cpu":
-            tiers = [("host", used[0], plan.kv_blocks), ("disk", used[1], plan.disk_kv_blocks)]
-        else:
-            tiers = [("device", used[0], plan.kv_blocks), ("host", used[1], plan.host_kv_blocks),
-                     ("disk", used[2], plan.disk_kv_blocks)]  # fmt: skip
-        there = [tiers[0], *(tier for tier in tiers[1:] if tier[2])]
-        return {name: held for name, held, _ in there}, {name: total for name, _, total in there}
+    def _by_tier(self, blocks: Sequence[int]) -> dict[str, int]:
+        """Counts of KV blocks by the name of their tier, without tiers that have none."""
+        names = ("host", "disk") if self.device.where.type == "cpu" else ("device", "host", "disk")
+        there = (True, *(size > 0 for size in self.cache.sizes[1:]))
+        return {name: count for name, count, is_there in zip(names, blocks, there, strict=False) if is_there}

@@ -4,7 +4,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from engines.models.checkpoints import content_digest
 from engines.offload.kv_store.disk_tier import DiskTier
 from engines.offload.kv_store.options import KVStoreOptions
 from engines.offload.kv_store.store import KVStore
@@ -13,7 +15,7 @@ from engines.offload.memory.plan import mib
 from harness.api import HardwareLimits, InfeasibleError, UnsupportedError
 
 #: Changes when the same key would stand for other bytes.
-_VERSION = 1
+_VERSION = 2
 
 
 def limits_beside_store(limits: HardwareLimits, options: KVStoreOptions) -> HardwareLimits:
@@ -31,27 +33,27 @@ def limits_beside_store(limits: HardwareLimits, options: KVStoreOptions) -> Hard
     return replace(limits, host_memory=left)
 
 
-def open_store(options: KVStoreOptions, loaded: LoadedModel, row_s: Callable[[], float | None]) -> KVStore:
+def open_store(options: KVStoreOptions, loaded: LoadedModel, cache: Path, row_s: Callable[[], float | None]) -> KVStore:
     """The store, which the cache of `loaded` fills and reads from now on; the caller closes it.
 
-    `row_s`: see KVStore. Raises UnsupportedError where the KV cache has a second tier, HarnessError for a folder that
-    is in use or cannot be used.
+    `cache`: the folder with digests of checkpoints. `row_s`: see KVStore. Raises UnsupportedError where the KV cache
+    has a second tier, HarnessError for a folder that is in use or cannot be used.
     """
     if loaded.cache.offloaded is not None:
         raise UnsupportedError("options.kv_store: it needs the KV cache in one tier; leave policy.cache out")
     block_bytes, disk = loaded.cache.block_bytes, None
     if options.path is not None:
-        disk = DiskTier(options.path, _key(loaded), block_bytes, options.disk)
+        disk = DiskTier(options.path, _key(loaded, cache), block_bytes, options.disk)
     store = loaded.cache.store = KVStore(block_bytes, options.host, disk, row_s)
     return store
 
 
-def _key(loaded: LoadedModel) -> str:
-    """Of the model's weights and of how keys and values are computed and stored."""
+def _key(loaded: LoadedModel, cache: Path) -> str:
+    """Of the model's weights, by their content, and of how keys and values are computed and stored."""
     policy, model = loaded.report.policy, loaded.model
     parts = {
         "version": _VERSION,
-        "weights": [model.digest, model.quantized_as, model.dtype],
+        "weights": [content_digest(model, cache, lambda done, total: None), model.quantized_as, model.dtype],
         "block": [loaded.cache.block_bytes, str(loaded.cache.dtype)],
         "device": loaded.device.where.type,
         "compute": loaded.report.compute_dtype,

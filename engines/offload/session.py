@@ -43,8 +43,7 @@ class Session:
         self._runner = runner
         self._scheduler: Scheduler[Generation] = make_scheduler(
             [], share.blocks, share.policy, share.plan, budget, share.plan.chunk,
-            # what the plan has for a token of each sequence; log-probabilities of prompts share it
-            max_logits=max(_FEW_LOGITS, loaded.plan.sequences, loaded.policy.gpu_batch_size), average=average,
+            max_logits=max(_FEW_LOGITS, loaded.plan.most_logits(loaded.policy)), average=average,
         )  # fmt: skip
         self._flight: Flight[Generation] | None = None  # the pass that was begun and has not ended
         self._began = time.monotonic()
@@ -117,6 +116,7 @@ class Session:
             events.append(TokenEvent(request.id, sequence.tokens[-1], sequence.times[-1], sequence.last_logprob))
             if done:
                 del self._accepted[request.id]
+                self._cancelled.pop(request.id, None)  # too late: a later request of that name is another
                 events.append(FinishedEvent(sequence.result()))
         return events
 

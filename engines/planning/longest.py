@@ -6,13 +6,17 @@ leaves a share of the limits free, so it errs on the short side. Where it is sti
 compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
+from itertools import pairwise
+
 from engines.offload.memory.attention_scratch import attention_memory, may_be_in_bfloat16
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import largest
+from engines.offload.memory.stage_times import stage_shape
 from engines.offload.memory.storage import Plain, Storage, storages
 from engines.offload.memory.tensor_shard import TensorShard, refuse_undivided
+from engines.offload.pipeline.cut import even_ends
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
@@ -44,6 +48,10 @@ class _Planner:
         if (shard := TensorShard.under(policy, 0)) is not None:
             refuse_undivided(policy, limits, model.shape)
             self._shape = shard.shape(model.shape)
+        if policy.pipeline > 1:  # of the rank with most layers, as ranks that are alike have them
+            ends = even_ends(model.shape, policy.pipeline)
+            most = max(end - begin for begin, end in pairwise([0, *ends]))
+            self._shape = stage_shape(model.shape, most, is_last=True)
         self._policy = policy
         self._device = limits.device_memory
         self._host = limits.host_memory

@@ -8,7 +8,7 @@ import yaml
 from harness.api import HardwareProfile, OffloadPolicy
 
 FILE = Path(__file__).with_name("errors.yaml")
-#: Whose published figures stand in for our engine on a device, where it has not been measured: the same rates.
+#: Whose published figures stand in for our engine on a device, where no run has been compared: the same rates.
 _STAND_IN = "flexgen_ref"
 
 
@@ -29,7 +29,7 @@ def prediction_error(throughput: float, engine: str, profile: HardwareProfile, p
         found = engines.get(engine) or (engines.get(_STAND_IN) if engine == "offload" else None)
         words = f"published figures of {engine} on this hardware"
         if found is not None and engine not in engines:
-            words = "published figures of FlexGen on this hardware; our engine has not been measured on a device"
+            words = "published figures of FlexGen on this hardware; no run of our engine on a device has been compared"
     if found is None:
         return {"count": 0, "stands_on": f"nothing was measured or published to compare with on {profile.name}"}
     low, _, high = (ratio * throughput for ratio in found["ratio"])

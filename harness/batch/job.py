@@ -1,8 +1,9 @@
 """A batch job as its user gives it, and the cell it runs as."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,9 +122,9 @@ def job_cell(
     _require_installed(engine)
     capabilities = registry.make_engine(engine, {}).capabilities()
     policy = capabilities.batch_policy
+    by_itself = memory is None
     if memory is None:
-        memory = f"{int(_FREE_SHARE * free_memory()) >> 20}MiB"
-        note(f"memory limit: {memory} (set it by --memory)")
+        memory = int(_FREE_SHARE * free_memory()) >> 20 << 20
     given = settings or {}
     cell = load_cell(
         {
@@ -136,6 +137,12 @@ def job_cell(
         },
         overrides,
     )
+    if by_itself and cell.limits.host_memory == memory:
+        elsewhere = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # torchrun's ranks are hosts; others share this one
+        of_each = memory // (1 if elsewhere else cell.policy.ranks)
+        cell = replace(cell, limits=replace(cell.limits, host_memory=of_each))
+        whose = "memory limit" if of_each == memory else "memory limit of each rank"
+        note(f"{whose}: {of_each >> 20}MiB (set it by --memory)")
     if cell.tune != "none" or cell.candidates:
         raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
     capabilities.require_device(cell)

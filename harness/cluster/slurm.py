@@ -76,8 +76,13 @@ def allocated(text: str, cache: Path, note: Callable[[str], None]) -> Iterator[C
         except Exception as exc:  # submitit has no class of its own for what it does not know
             raise HarnessError(f"--slurm {text}: {first_line(exc)}") from exc
         cluster = opened.enter_context(connected(opened.enter_context(_head(scratch))))
-        jobs = [executor.submit(serve, cluster.head, asked.parameters.get("cpus_per_task")) for _ in range(asked.nodes)]
-        opened.callback(_cancel, jobs)
+        jobs: list[Any] = []
+        opened.callback(_cancel, jobs)  # also those that were submitted before one was refused
+        try:
+            for _ in range(asked.nodes):
+                jobs.append(executor.submit(serve, cluster.head, asked.parameters.get("cpus_per_task")))
+        except Exception as exc:  # submitit's own, of no common class
+            raise HarnessError(f"--slurm {text}: {first_line(exc)}") from exc
         _wait_for_nodes(cluster, jobs, note)
         yield cluster
 

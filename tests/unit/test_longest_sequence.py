@@ -48,6 +48,15 @@ def test_load_takes_what_the_planner_admits_and_little_more(model, policy, tmp_p
         load(model, tmp_path, budget=BUDGET, max_sequence=int(1.25 * longest), **policy)
 
 
+def test_ranks_of_a_pipeline_hold_longer_sequences_than_one(model, tmp_path):
+    """Each has the limit to itself, and keys and values of its own layers only; and they can load it."""
+    policy = api.OffloadPolicy(schedule="sweep", gpu_batch_size=4, cache=(0.0, 1.0, 0.0))
+    one, two = (longest_sequence(spec(replace(policy, pipeline=ranks)), model, 1) for ranks in (1, 2))
+    assert 1.4 * one < two < CONTEXT
+    with pytest.raises(api.HarnessError, match="9 stages"):
+        longest_sequence(spec(replace(policy, pipeline=9)), model, 1)
+
+
 def test_more_memory_and_smaller_batches_admit_more():
     model = api.LocalModel("", registry.shapes().CATALOGUE["facebook/opt-6.7b"], 0, "float16", "")
     policy = api.OffloadPolicy(schedule="row", gpu_batch_size=8)

@@ -126,6 +126,19 @@ def test_a_disk_without_room_is_said_before_any_work(file, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_not_called_full(file, tmp_path, monkeypatch):
+    (tmp_path / "cache.probe").write_text("of a process that was killed")
+    file()
+
+    def refused(*args):
+        raise OSError(13, os.strerror(13))
+
+    monkeypatch.setattr(disk_file.os, "posix_fallocate", refused)
+    with pytest.raises(HarnessError, match="cannot keep cache on disk: Permission denied") as told:
+        file()
+    assert not isinstance(told.value, DiskFullError)
+
+
 def test_a_throttled_disk_takes_its_time(blocks):
     disk = blocks(throttle=Throttle(20 * 5 * RECORD / 0.2))
     disk.start([(range(20), [])])

@@ -20,7 +20,7 @@ from engines.offload.kv_store.options import kv_store_options
 from engines.offload.kv_store.store import KVStore
 from engines.offload.pass_model import PassModel
 from harness import api
-from tests.offload import answers, with_kernels
+from tests.offload import answers, prepare, tiny, with_kernels
 
 SIZE = 64
 NO_LIMITS = api.HardwareLimits()
@@ -256,6 +256,23 @@ def test_conversations_are_continued_from_the_store_with_the_same_answers(model,
                 stats.kv_store.hit_tokens == {"host": 0, "disk": 7 * 16} == {"host": 0, "disk": stats.prefix_hit_tokens}
             )
             engine.close()
+
+
+def test_another_training_step_finds_nothing_of_the_one_before(tmp_path):
+    """Of the same shape, name and sizes: what the first computed would answer for the second."""
+    model = tiny(tmp_path / "m", "llama")
+    option = {"host": 1 << 16, "disk": 1 << 20, "path": str(tmp_path / "kv")}
+    engine = loaded(model, tmp_path / "cache", kv_store=option)
+    ask(engine, (7,) * 24)
+    engine.close()
+    weights = Path(model.path) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 0x80  # the sign of a value
+    weights.write_bytes(data)
+    engine = loaded(prepare(Path(model.path)), tmp_path / "cache", kv_store=option)
+    ask(engine, (7,) * 24)
+    assert engine.stats().kv_store.hit_tokens == {"host": 0, "disk": 0}
+    engine.close()
 
 
 @pytest.mark.parametrize(

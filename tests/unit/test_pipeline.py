@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
@@ -15,10 +17,10 @@ from engines.offload.pipeline import leader, processes
 from engines.offload.pipeline.clocks import offset
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
 from engines.offload.pipeline.messages import PassChunk, PassMessage
-from engines.offload.pipeline.ranks import Ranks
+from engines.offload.pipeline.ranks import Failure, Ranks
 from engines.offload.pipeline.stages import equal_stages
 from engines.offload.pipeline.wire import Int8Wire, PlainWire
-from harness.api import HarnessError, TraceEvent
+from harness.api import HarnessError, InfeasibleError, TraceEvent
 from tests.offload import (
     OTHERS,
     all_greedy,
@@ -63,6 +65,8 @@ def test_groups_share_no_block_and_leave_none(near, lower, last, groups):
     for part, blocks in zip(parts, held, strict=True):
         part.free(blocks)
         assert part.num_used == (0, 0, 0)
+    for sizes in (*zip(*(part.sizes for part in parts), strict=True), [part.num_blocks for part in parts]):
+        assert max(sizes) - min(sizes) <= 1, "a group must hold the longest sequence, as group_count has it"
 
 
 values = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, 2.0**-140, 6e4])
@@ -173,6 +177,54 @@ def test_answers_of_a_pipeline_are_those_of_one_process(model, reference, cache,
     assert (trace.metrics["rank0_weight_bytes_read"] > 0) == ("weights" in policy)
     if "weight_bits" not in policy and "kv_bits" not in policy:
         assert scores[0].logprob == pytest.approx(exact_score(reference, *pairs[0]).logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_scores_use_no_block_that_another_rank_lacks(model, cache, monkeypatch):
+    """A rank of more layers has fewer: what lies behind its last block is another layer's, or nobody's."""
+    agree, announced = Ranks.agree, set()
+    monkeypatch.setattr(Ranks, "agree", lambda self, own: replace(agree(self, own), blocks=12))
+    encoded = PassMessage.encoded
+
+    def seen(message):
+        announced.update(*(chunk.block_table for batch in message.batches for chunk in batch))
+        return encoded(message)
+
+    monkeypatch.setattr(PassMessage, "encoded", seen)
+    engine, _ = load(model, cache, pipeline=2, schedule="sweep", gpu_batch_size=2)
+    assert engine.loaded.cache.num_blocks > 12
+    pairs = [((1, i), tuple(range(10, 50))) for i in range(5)]  # of six blocks each
+    engine.score(pairs)
+    answers(engine, requests_of(5, 6))
+    engine.close()
+    assert announced == set(range(12))
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_blocks_in_use_are_those_of_all_groups(model, cache):
+    engine, _ = load(model, cache, pipeline=2, schedule="sweep", gpu_batch_size=4)
+    for request in requests_of(4, 20):
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    stats = engine.stats()
+    assert stats.running == 4 and sum(stats.kv_blocks_used.values()) >= 4
+    assert stats.kv_blocks_total == {"host": sum(share.blocks.num_blocks for share in engine._runner.shares)}
+    while engine.pending():
+        engine.step()
+    assert sum(engine.stats().kv_blocks_used.values()) == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [HarnessError("no"), InfeasibleError("too much", {"host": 7.0})])
+def test_why_a_rank_failed_arrives_as_what_it_is(error):
+    """A job looks for shorter lines only where memory is what is short."""
+    store = HashStore()
+    store.set("failed/2", Failure.of(error).encoded())
+    with pytest.raises(HarnessError) as told:  # while it waits for another rank, which loads on
+        Ranks(3, store, {1: Mock(), 2: Mock()}).wait_for("loaded/1", 1, 5.0)
+    assert type(told.value) is type(error) and str(told.value) == f"rank 2 of 3: {error}"
+    assert getattr(told.value, "lacking", None) == getattr(error, "lacking", None)
 
 
 def log_probability(reference, layer, context, token, change):

@@ -32,7 +32,7 @@ def test_a_range_is_that_of_the_schedule_on_a_host_and_of_the_engine_on_a_device
 @pytest.mark.parametrize(
     ("engine", "machine", "words"),
     [
-        ("offload", "t4_gcp", "our engine has not been measured on a device"),
+        ("offload", "t4_gcp", "no run of our engine on a device has been compared"),
         ("flexgen_ref", "t4_gcp", "published figures of flexgen_ref"),
         ("lm_offload", "t4_gcp", "nothing was measured"),
         ("offload", "rtx4090", "nothing was measured or published to compare with on rtx4090"),

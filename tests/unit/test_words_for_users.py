@@ -40,6 +40,25 @@ def test_a_job_says_where_a_setting_belongs(override, meant):
     assert meant in str(refused.value)
 
 
+def test_ranks_of_one_host_share_the_memory_that_is_free(monkeypatch):
+    """Where nobody gives a limit; those that torchrun started are on hosts of their own."""
+    monkeypatch.setattr("harness.batch.job.free_memory", lambda: 10 << 30)
+
+    def limit(memory, *overrides):
+        notes = []
+        cell = job_cell("m", "offload", memory, overrides, notes.append)
+        assert any("limit" in note for note in notes) is (memory is None and "limits" not in "".join(overrides))
+        return cell.limits.host_memory >> 20
+
+    assert limit(None) == 8192
+    assert limit(None, "policy.pipeline=2") == 4096
+    assert limit("3GiB", "policy.pipeline=2") == 3072
+    assert limit(None, "policy.pipeline=2", "limits.host_memory=1GiB") == 1024
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert limit(None, "policy.pipeline=2") == 8192
+
+
 @given(st.floats(1e-9, 1e15))
 def test_a_figure_with_a_unit_keeps_its_value_and_has_no_exponent(value):
     figure, _, unit = with_unit(value, "B/s").partition(" ")

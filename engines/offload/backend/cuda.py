@@ -99,7 +99,7 @@ class CudaBackend(Backend):
 
     def bound_values(self, model: MetaModel) -> int:
         tables = sum(rows * width for name, (rows, width) in model.tables.items() if name != model.token_table)
-        return tables + sum(torch.Size(shape).numel() for shape in model.small.values())
+        return tables + model.dtypes.values(model.small)
 
     def plan(self, request: MemoryRequest, way: gemm.GemmBackend, unwritten: Callable[[], int]) -> MemoryPlan:
         limits = self._load.limits

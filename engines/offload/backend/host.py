@@ -63,7 +63,7 @@ class HostBackend(Backend):
         """The host runs every model that MetaModel takes."""
 
     def bound_values(self, model: MetaModel) -> int:
-        return sum(torch.Size(shape).numel() for shape in model.small.values())
+        return model.dtypes.values(model.small)
 
     def plan(self, request: MemoryRequest, way: gemm.GemmBackend, unwritten: Callable[[], int]) -> MemoryPlan:
         policy, limits = self._load.policy, self._load.limits

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from engines.offload.disk.throttle import Throttle
 from harness.api import DiskFullError, HarnessError
 from harness.common.buffers import direct_buffer
+from harness.common.classify import DISK_FULL
 
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
@@ -18,7 +20,8 @@ class DiskFile:
     """An unnamed file of `nbytes` bytes in `folder`; it is freed by `close` or when the process ends.
 
     `what`: its name in messages. `direct`: whether I/O bypasses the page cache; where the file system refuses that, the
-    cache is dropped after each transfer. Raises DiskFullError where there is no space.
+    cache is dropped after each transfer. Raises DiskFullError where there is no space, HarnessError
+    where it cannot be made.
     """
 
     def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:
@@ -30,7 +33,9 @@ class DiskFile:
             os.posix_fallocate(self._descriptor, 0, max(nbytes, mmap.PAGESIZE))
         except OSError as exc:
             self.close()
-            raise DiskFullError(f"{folder}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
+            if exc.errno in DISK_FULL:
+                raise DiskFullError(f"{folder}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
+            raise HarnessError(f"{folder}: cannot keep {what} on disk: {exc.strerror}") from exc
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fills `view` from byte `offset`, both page-aligned. Raises HarnessError."""
@@ -73,7 +78,7 @@ def reads_directly(path: Path) -> bool:
 
 def _unnamed(folder: Path, what: str) -> tuple[int, bool]:
     """A descriptor of an empty unnamed file, and whether its I/O is direct."""
-    path = folder / f"{what}.probe"
+    path = folder / f"{what}-{secrets.token_hex(4)}.probe"  # not that of a process that was killed
     try:
         with path.open("xb") as probe:
             probe.write(bytes(mmap.PAGESIZE))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Protocol
 
+from engines.offload.memory.kv_blocks import part_of
+
 
 class Chunk(Protocol):
     """What the cache needs of a scheduled chunk: `count` new tokens of a sequence that has `cached` before them."""
@@ -28,16 +30,17 @@ class BlockManager:
     Allocation keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and
     takes the farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
 
-    `part`, (i, n), manages only the i-th of n equal parts of them.
+    `part`, (i, n), manages only the i-th of n parts of them that differ by one block at most. `sizes`: blocks where
+    attention computes, offloaded, and of the last ones.
     """
 
     def __init__(self, num_blocks: int, offloaded: int = 0, last: int = 0, part: tuple[int, int] = (0, 1)) -> None:
         self._offloaded_fraction = offloaded / max(1, num_blocks)
         self._first = (0, num_blocks - offloaded, num_blocks - last, num_blocks)  # of each tier
-        i, n = part
-        tiers = [range(a + (b - a) * i // n, a + (b - a) * (i + 1) // n) for a, b in pairwise(self._first)]
-        self._sizes = [*map(len, tiers)]
-        self.num_blocks = sum(self._sizes)
+        tiers = part_of([range(a, b) for a, b in pairwise(self._first)], *part)
+        near, lower, farthest = map(len, tiers)
+        self.sizes = near, lower, farthest  # by tier
+        self.num_blocks = sum(self.sizes)
         self._ref_counts = dict.fromkeys(chain(*tiers), 0)
         #: By tier: blank blocks first, then cached ones, the least recently used first.
         self._free = tuple(map(OrderedDict.fromkeys, tiers))
@@ -52,7 +55,7 @@ class BlockManager:
     @property
     def num_used(self) -> tuple[int, int, int]:
         """Blocks that some sequence holds: where attention computes, offloaded, and of the last ones."""
-        near, lower, last = (size - len(free) for size, free in zip(self._sizes, self._free, strict=True))
+        near, lower, last = (size - len(free) for size, free in zip(self.sizes, self._free, strict=True))
         return near, lower, last
 
     def allocate(self, count: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Sizes of KV blocks: tokens, bytes, and how they lie on disk and in pinned memory."""
 
+from collections.abc import Sequence
+
 from engines.offload.memory.layout import aligned
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape, OffloadPolicy
@@ -15,6 +17,17 @@ _PIECE = 16 << 20
 def blocks_for(tokens: int) -> int:
     """KV blocks for a sequence of `tokens` tokens."""
     return -(-tokens // BLOCK_SIZE)
+
+
+def part_of(tiers: Sequence[range], i: int, n: int) -> list[range]:
+    """The i-th of n parts of all tiers. Parts differ by one block at most, in each tier and altogether."""
+    parts, one_more = list[range](), 0  # the first part that has one more in this tier
+    for tier in tiers:
+        least, rest = divmod(len(tier), n)
+        sizes = [least + ((part - one_more) % n < rest) for part in range(n)]
+        parts.append(tier[sum(sizes[:i]) : sum(sizes[: i + 1])])
+        one_more = (one_more + rest) % n
+    return parts
 
 
 def kv_block_bytes(shape: ModelShape, stored: Storage) -> int:

@@ -9,7 +9,7 @@ from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.storage import Storage
-from harness.api import ModelShape
+from harness.api import ModelShape, OffloadPolicy
 
 #: Probabilities that a pass reads a tile are told apart so finely. In classes much smaller than a layer's experts, what
 #: streams would not be spread over the pass.
@@ -130,6 +130,12 @@ class MemoryPlan:
         each = self.row_bytes + scored_share * self.logits_bytes
         tokens = max(3, min(self.chunk, int(self.activation_bytes / each)))
         return tokens, max(3, (self.activation_bytes - tokens * self.row_bytes) // self.logits_bytes)
+
+    def most_logits(self, policy: OffloadPolicy) -> int:
+        """Rows of logits of a batch and pass: those planned for a token of each sequence, which log-probabilities of
+        prompts share, or what else the memory for activations holds."""
+        planned = -(-self.sequences // policy.num_gpu_batches)
+        return max(planned, min(policy.gpu_batch_size, self.chunk_limits(1.0)[1]))
 
 
 def evenly(

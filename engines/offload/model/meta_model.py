@@ -25,6 +25,7 @@ from engines.offload.model.layer_products import LayerProducts, PackedBatch, Wei
 from engines.offload.model.matrix_parts import Collectives, MatrixParts
 from engines.offload.model.row_by_row import RowByRow
 from engines.offload.model.stage import LayerFlow, Stage, StageEnd, cut
+from engines.offload.model.tensor_dtypes import TensorDtypes
 from engines.offload.model.tensor_roles import TensorRoles, divide_heads
 from harness.api import ModelShape, UnsupportedError, first_line
 
@@ -67,6 +68,7 @@ class MetaModel:
             self.flow.require(self._kind)
             cut(self._all_layers(), self._stage, self.flow, lambda: current_batch.get().entering())
         self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self.dtypes = TensorDtypes(self.module, dtype)
         self._unused: dict[str, tuple[nn.Module, tuple[int, ...]]] = {}
         self.experts: list[Matrix] = []
         self.tables: dict[str, tuple[int, int]] = {}
@@ -95,6 +97,7 @@ class MetaModel:
             for leaf, parameter in module.named_parameters(recurse=False):
                 name = f"{path_}.{leaf}" if path_ else leaf
                 self._owners[name] = (module, leaf)
+                self.dtypes.learn(name, parameter.dtype)
                 if hasattr(module, "is_transposed") and parameter.dim() == 3:
                     each = self._layers.replace_experts(module, path_, leaf, tuple(parameter.shape))
                     self.experts += each
@@ -113,6 +116,7 @@ class MetaModel:
                 if leaf not in module._non_persistent_buffers_set:  # checkpoints hold it, such as a router's bias
                     name = f"{path_}.{leaf}" if path_ else leaf
                     self._owners[name] = (module, leaf)
+                    self.dtypes.learn(name, buffer.dtype)
                     self.small[name] = tuple(buffer.shape)
         return matrices
 
@@ -147,7 +151,7 @@ class MetaModel:
         for name, tensor in small.items():
             placed = self._parts.small(name, tensor).to(device.where)
             if reproducible and tensor.dim() == 2:
-                placed = placed.to(self.dtype).as_subclass(RowByRow)
+                placed = placed.to(self.dtypes.of(name)).as_subclass(RowByRow)
             self._put(name, placed)
         for name, (module, shape_) in self._unused.items():
             if name == self.token_table:  # looked up by the host
@@ -197,13 +201,14 @@ class MetaModel:
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
-        if (buffer := module._buffers.get(leaf)) is not None:
-            module._buffers[leaf] = tensor.to(buffer.dtype)  # its own: some are integers, some always float32
+        tensor = tensor.to(self.dtypes.of(name))
+        if module._buffers.get(leaf) is not None:
+            module._buffers[leaf] = tensor
             return
         # `.data =` refuses on meta; a Parameter would lose what makes a table one
         bound: Any = tensor
         if not isinstance(tensor, EmbeddingTable | RowByRow):
-            bound = nn.Parameter(tensor.to(self.dtype), requires_grad=False)
+            bound = nn.Parameter(tensor, requires_grad=False)
         module._parameters[leaf] = bound
 
     @torch.no_grad()

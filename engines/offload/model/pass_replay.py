@@ -19,6 +19,7 @@ from engines.offload.kernels.launch import capture
 from engines.offload.model.hooks import Attention
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.model.pass_capture import Buffer, PassCapture, Step
+from harness.api import first_line
 
 #: A pass of more rows computes for so long that asking costs little.
 _MOST_ROWS = 64
@@ -100,7 +101,11 @@ class PassReplay:
         if needed > _ARENA_BYTES:
             self._most_rows = size[0] - 1
             return
-        self._captured[size] = CapturedPass(taken.steps, places, result, own, self._arena)
+        try:
+            self._captured[size] = CapturedPass(taken.steps, places, result, own, self._arena)
+        except (RuntimeError, AssertionError) as exc:  # what the module's code copies first, such as a transposed input
+            self.problem = f"a step cannot be repeated where it lies: {first_line(exc)}"
+            return
         while sum(map(len, self._captured.values())) > _MOST_STEPS:
             del self._captured[next(iter(self._captured))]
 

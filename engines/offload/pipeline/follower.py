@@ -17,7 +17,6 @@ from engines.offload.model.stage import Stage
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane
 from engines.offload.pipeline.links import Links, What
 from engines.offload.pipeline.messages import PassMessage
-from harness.api import HarnessError
 
 #: Passes whose hidden states are received while one is computed.
 _AHEAD = 2
@@ -31,7 +30,7 @@ class _Next:
     message: PassMessage | None = None
     hidden: torch.Tensor | None = None
     window: tuple[float, ...] = ()  # of a report
-    failure: HarnessError | None = None
+    failure: BaseException | None = None
 
 
 class Follower:
@@ -98,7 +97,7 @@ class Follower:
                 self._inbox.put(_Next(what, message, hidden, window))
                 if what == What.END:
                     return
-        except HarnessError as exc:
+        except BaseException as exc:  # else the thread that computes would wait for ever
             self._inbox.put(_Next(failure=exc))
 
     def _pass(self, message: PassMessage, hidden: torch.Tensor | None) -> torch.Tensor:

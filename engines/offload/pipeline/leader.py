@@ -80,6 +80,7 @@ class PipelineRunner(ModelRunner):
             Share(BlockManager(blocks, offloaded, last, part=(i, groups)), part_policy, part_plan)
             for i in range(groups)
         ]
+        self._whole = Share(BlockManager(blocks, offloaded, last), policy, plan)  # of blocks that every rank has
 
     @property
     def shares(self) -> Sequence[Share]:
@@ -121,6 +122,7 @@ class PipelineRunner(ModelRunner):
     def one_run(self) -> Iterator[None]:
         """Lets all ranks count from here on, too."""
         if not self._broken:
+            self._take_back()
             self._lane.clear()
             self._moved = self._bytes()
             with self._naming():
@@ -137,8 +139,7 @@ class PipelineRunner(ModelRunner):
         """All blocks as one scheduler's, and then the groups' again: neither finds what the other has cached."""
         self._forget_prefixes()
         try:
-            with super().whole() as share:
-                yield share
+            yield self._whole
         finally:
             self._forget_prefixes()
 
@@ -191,6 +192,17 @@ class PipelineRunner(ModelRunner):
         while self._under_way:
             self._back()
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Nothing stays under way where what runs passes ends in the middle of one."""
+        with super().exclusive():
+            try:
+                yield
+            except BaseException:
+                if not self._broken:
+                    self._take_back()
+                raise
+
     def _reset(self) -> None:
         super()._reset()
         self._forget_prefixes()
@@ -199,7 +211,7 @@ class PipelineRunner(ModelRunner):
 
     def _forget_prefixes(self) -> None:
         self.loaded.cache.reset_prefix_cache()
-        for share in self._shares:
+        for share in (*self._shares, self._whole):
             share.blocks.reset_prefix_cache()
 
     @contextmanager

@@ -36,7 +36,7 @@ from engines.offload.pipeline.meeting import (
     not_met,
 )
 from engines.offload.pipeline.pulse import beat
-from engines.offload.pipeline.ranks import START_S, Loaded, Ranks
+from engines.offload.pipeline.ranks import START_S, Failure, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, MeasuredRates
 from engines.offload.pipeline.started import STORE, world
 from harness.api import HardwareLimits, HarnessError, Job, LocalModel, OffloadPolicy, from_json, to_json
@@ -130,10 +130,10 @@ def follow(
         dist.destroy_process_group()
         raise
     except HarnessError as exc:
-        _tell(store, rank, str(exc))
+        _tell(store, rank, exc)
         _end_now()
     except BaseException as exc:
-        _tell(store, rank, f"{type(exc).__name__}: {exc}")
+        _tell(store, rank, HarnessError(f"{type(exc).__name__}: {exc}"))
         traceback.print_exc()
         _end_now()
 
@@ -192,7 +192,8 @@ def _started(rank: int, count: int, port: int, threads: int) -> "subprocess.Pope
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to kill this process when its leader dies, even by kill -9."""
+    """Asks Linux to kill this process when its leader dies, even by kill -9. Ctrl-C is the leader's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ["HARNESS_PIPELINE_PARENT"]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -242,7 +243,7 @@ def _end(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def _tell(store: Any, rank: int, reason: str) -> None:
+def _tell(store: Any, rank: int, error: HarnessError) -> None:
     with suppress(Exception):  # the leader may be what is gone
-        store.set(f"failed/{rank}", reason)
+        store.set(f"failed/{rank}", Failure.of(error).encoded())
         leave(store)

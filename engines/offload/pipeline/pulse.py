@@ -1,5 +1,7 @@
 """Signs of life between ranks of several hosts: each counts in the store, and the leader sees who stopped."""
 
+import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -10,16 +12,28 @@ _BEAT_S, LOST_S = 1.0, 60.0
 
 
 def beat(store: Any, rank: int) -> None:
-    """Counts, in a thread of its own, until the process ends or the store is gone. Nobody may wait in this client of
-    the store meanwhile: one operation at a time has its connection."""
+    """Counts, in a thread of its own, until the process ends. Nobody may wait in this client of the store meanwhile:
+    one operation at a time has its connection. Where the store is gone for LOST_S, rank 0's host is, which says nothing
+    to those that wait for its next pass: the process ends."""
+    counted_s = time.monotonic()
 
     def count() -> None:
-        with suppress(Exception):  # the store is gone: so is the job
+        nonlocal counted_s
+        with suppress(Exception):  # the store is gone
             while True:
                 store.add(_key(rank), 1)
+                counted_s = time.monotonic()
                 time.sleep(_BEAT_S)
 
-    threading.Thread(target=count, name="pulse", daemon=True).start()
+    def watch() -> None:
+        while time.monotonic() < counted_s + LOST_S:
+            time.sleep(_BEAT_S)
+        sys.stderr.write(f"rank {rank}: rank 0 is gone: its store gave no answer for {LOST_S:g} s\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    for work in (count, watch):
+        threading.Thread(target=work, name=f"pulse {work.__name__}", daemon=True).start()
 
 
 class Pulses:

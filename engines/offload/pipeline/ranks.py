@@ -16,7 +16,7 @@ from engines.offload.pipeline.links import Links
 from engines.offload.pipeline.pulse import LOST_S, Pulses
 from engines.offload.pipeline.rates import Machine, MeasuredRates
 from engines.offload.pipeline.wire import Wire
-from harness.api import HarnessError, from_json, to_json
+from harness.api import HarnessError, InfeasibleError, from_json, to_json
 
 #: How long a rank may take to start, and to measure or load its stage, in seconds.
 START_S, LOAD_S = 300.0, 24 * 3600.0
@@ -43,6 +43,31 @@ class Loaded:
         """That of this rank."""
         plan = loaded.plan
         return cls(loaded.cache.num_blocks, plan.sequences, plan.chunk, bool(loaded.stream.tiles))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: a HarnessError or, with the bytes that it `lacks` by tier, an InfeasibleError."""
+
+    reason: str
+    infeasible: bool = False
+    lacks: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: HarnessError) -> "Failure":
+        """That of an error."""
+        if isinstance(error, InfeasibleError):
+            return cls(str(error), True, error.lacking)
+        return cls(str(error))
+
+    def encoded(self) -> str:
+        """As text."""
+        return json.dumps(to_json(self))
+
+    def error(self, who: str) -> HarnessError:
+        """The error of a rank, `who` it is."""
+        words = f"{who}: {self.reason}"
+        return InfeasibleError(words, self.lacks) if self.infeasible else HarnessError(words)
 
 
 @dataclass
@@ -106,18 +131,25 @@ class Ranks:
         )
 
     def wait_for(self, key: str, rank: int, patience_s: float) -> None:
-        """Until the rank has set the key. Raises HarnessError where it fails, dies or takes too long."""
+        """Until the rank has set the key. Raises HarnessError where it takes too long, or as `require_all`."""
         deadline = time.monotonic() + patience_s
         while not self.store.check([key]):
-            if reason := self._said(rank):
-                raise HarnessError(f"rank {rank} of {self.count}: {reason}")
-            if died := self.died():
-                raise HarnessError(f"all ranks have ended: {died}")
-            if not self.children and self._pulses.silent_s(rank) > LOST_S:
-                raise HarnessError(f"rank {rank} of {self.count} gave no sign of life for {LOST_S:g} s")
+            self.require_all()
             if time.monotonic() > deadline:
                 raise HarnessError(f"rank {rank} of {self.count} did not answer for {patience_s:g} s")
             time.sleep(_LOOK_S)
+
+    def require_all(self) -> None:
+        """Raises HarnessError, or InfeasibleError, where any rank has failed, died or shows no sign of life."""
+        others = self.order[:-1] or range(1, self.count)
+        for rank in others:
+            if failure := self._failure(rank):
+                raise failure.error(f"rank {rank} of {self.count}")
+        if died := self.died():
+            raise HarnessError(f"all ranks have ended: {died}")
+        for rank in () if self.children else others:
+            if self._pulses.silent_s(rank) > LOST_S:
+                raise HarnessError(f"rank {rank} of {self.count} gave no sign of life for {LOST_S:g} s")
 
     def died(self) -> str:
         """Which of the processes that the leader started has died by itself, and of what; empty where none has."""
@@ -136,7 +168,7 @@ class Ranks:
         while True:
             if (died := self.died()) and "SIG" in died:
                 return died
-            said = {rank: reason for rank in self.order[:-1] if (reason := self._said(rank))}
+            said = {rank: failure.reason for rank in self.order[:-1] if (failure := self._failure(rank))}
             if own := [rank for rank, reason in said.items() if not reason.startswith("lost ")]:
                 return f"rank {own[0]} failed: {said[own[0]]}"
             all_said = len(said) >= max(1, len(self.order) - 2)
@@ -144,7 +176,7 @@ class Ranks:
                 return next(iter(said.values()), died)
             time.sleep(_LOOK_S)
 
-    def _said(self, rank: int) -> str:
-        """Why a rank ended, by itself; empty where it has not."""
+    def _failure(self, rank: int) -> Failure | None:
+        """Why a rank ended, by itself; None where it has not."""
         key = f"failed/{rank}"
-        return str(self.store.get(key).decode()) if self.store.check([key]) else ""
+        return from_json(Failure, json.loads(self.store.get(key))) if self.store.check([key]) else None

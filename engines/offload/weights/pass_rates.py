@@ -61,8 +61,9 @@ def pass_rates(
 def disk_rates(kernels: HostKernels, scratch: Path, disk_limit: float | None) -> DiskRates | None:
     """The disk's rates, as in `pass_rates`."""
     measured, kept = cache(lambda: _disk_rates(scratch)), KeptChoices(kernels.cache)
-    reads = _numbers(kept, ("read rates",), lambda: measured()[0])
-    writes = _numbers(kept, ("write rates",), lambda: measured()[1])
+    disk = scratch.stat().st_dev  # the scratch folder of another run may be on another one
+    reads = _numbers(kept, ("read rates", disk), lambda: measured()[0])
+    writes = _numbers(kept, ("write rates", disk), lambda: measured()[1])
     if not reads or not writes:
         return None
     read, write = max(reads.values()), max(writes.values())

@@ -119,7 +119,8 @@ def _times(ratio: Ratio) -> str:
 
 
 def _settings(row: CellSummary) -> dict[str, Any]:
-    settings = {key: value for key, value in settings_of(row.spec).items() if key not in _IGNORED}
+    chosen = row.records[-1].settings if row.records else {}  # by a search among candidates
+    settings = {key: value for key, value in {**settings_of(row.spec), **chosen}.items() if key not in _IGNORED}
     return settings | {_SEQUENCES: row.batch}
 
 

@@ -72,7 +72,7 @@ def accuracy_of(row: CellSummary) -> Accuracy | None:
 def judged(rows: Sequence[CellSummary]) -> list[Judged]:
     """Each figure of each cell that ran a task, in the order of the cells."""
     results = [(row, accuracy) for row in rows if (accuracy := accuracy_of(row))]
-    exact_by_engine = {row.engine: accuracy for row, accuracy in results if _is_exact(row.spec.policy)}
+    exact_by_engine = {row.engine: accuracy for row, accuracy in results if _is_exact(_policy_of(row))}
     reference = next((accuracy for row, accuracy in results if row.reference), None)
     found = []
     for row, accuracy in results:
@@ -88,5 +88,11 @@ def judged(rows: Sequence[CellSummary]) -> list[Judged]:
     return found
 
 
+def _policy_of(row: CellSummary) -> OffloadPolicy:
+    """The policy that a cell's answers were given by: with the settings that a search chose."""
+    return next((r.load.policy for r in row.ok_records if r.accuracy and r.load), row.spec.policy)
+
+
 def _is_exact(policy: OffloadPolicy) -> bool:
-    return policy.weight_bits == policy.kv_bits == 16 and policy.value_sparsity == 1
+    whole = policy.weight_bits == policy.kv_bits == 16 and policy.value_sparsity == 1
+    return whole and policy.wire_bits is None and policy.compute_dtype != "int8"

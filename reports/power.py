@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.api import RunRecord
 from harness.api.record import DISTURBED
-from reports.summary import CellSummary, metric
+from reports.summary import CellSummary, metric, throughput
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, columns_of, finite, median, number, quotient
 
@@ -103,7 +103,7 @@ def _line(row: CellSummary) -> tuple[tuple[float | None, ...], Cell]:
     """Measured and declared watts, both joules for a token, dollars for a million tokens; and the verdict."""
     energies = [e for e in map(energy_of, row.ok_records) if e]
     declared = quotient(1.0, metric(row.ok_records, "tokens_per_joule"))  # joules for a token
-    watts = median([quotient(row.median, finite(r.metrics.get("tokens_per_joule"))) for r in row.ok_records])
+    watts = median([quotient(throughput(r), finite(r.metrics.get("tokens_per_joule"))) for r in row.ok_records])
     cost = quotient(1e6, metric(row.ok_records, "tokens_per_dollar"))
     values = (median([e.watts for e in energies]), watts, joules_per_token(row), declared, cost)
     return values, _verdict(energies, watts)

@@ -91,8 +91,10 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
         in_folder: dict[tuple[str, int, int | None], RunRecord] = {}
         for record in records:
             key = record.fingerprint, record.repeat, machines[folder]
-            if key in in_folder and in_folder[key].status not in ("ok", "interrupted"):
-                retried.append(in_folder[key])
+            before = in_folder.get(key)
+            relabelled = before is not None and before.started_at == record.started_at  # not another launch
+            if before is not None and not relabelled and before.status not in ("ok", "interrupted"):
+                retried.append(before)
             disturbed += key in latest and latest[key].status == "ok" and latest[key].disturbed
             in_folder[key] = latest[key] = record
             folders[_launch(record)] = folder

@@ -77,6 +77,12 @@ def _highest_of(row: CellSummary) -> list[float]:
     return [rate for rate in map(positive, found) if rate]
 
 
+def _always_within(row: CellSummary) -> bool:
+    """Whether every launch found a rate within the objectives: else those that did say little of the cell."""
+    found = [record.metrics.get("highest_req_s") for record in row.ok_records]
+    return bool(found) and all(map(positive, found))
+
+
 def _at_reported_rate(row: CellSummary, pooled: Sequence[_Pooled]) -> _Pooled | None:
     """The rate whose latencies are shown: of a sweep the measured one nearest to 90 % of the highest within."""
     highest = median(_highest_of(row)) or (max((p.rate or 0.0 for p in pooled), default=0.0))
@@ -145,7 +151,8 @@ def _rates_table(pooled: Sequence[_Pooled]) -> Table:
         rate = "alone" if p.rate == 0 else rate if p.rate is None else number(p.rate)
         line = [name_cell(p.row), Cell(rate), Cell(str(len(p.requests))), *(Cell(column[i]) for column in texts)]
         if slo:
-            shares = [attainment(launch, slo) for launch in p.launches]
+            own = p.row.spec.workload.slo or slo
+            shares = [attainment(launch, own) for launch in p.launches]
             line.append(Cell(number(100 * (median(shares) or 0.0))))
         lines.append(line)
     return plain_table("", columns, lines)
@@ -170,11 +177,11 @@ def _highest(rows: Sequence[CellSummary]) -> Panel | None:
                Column("To best rival", "\u00d7"), Column("Saturated", "tok/s")]  # fmt: skip
     lines = []
     for row, text in zip(order, columns_of(highest), strict=True):
-        rates, rival = _highest_of(row), rival_of(row, [r for r in order if r is not row and _highest_of(r)])
-        ends = interval_of(rates)
-        shown = Cell(span(*ends)) if ends else Cell(MISSING, why="needs three launches")
-        ratio = Cell(MISSING, why="no rival, or no rate within the objectives")
-        if rival is not None and rates:
+        rates, rival = _highest_of(row), rival_of(row, [r for r in order if r is not row and _always_within(r)])
+        ends = interval_of(rates) if _always_within(row) else None
+        shown = Cell(span(*ends)) if ends else Cell(MISSING, why="needs three launches, each with a rate within")
+        ratio = Cell(MISSING, why="no rival, or a launch without a rate within the objectives")
+        if rival is not None and _always_within(row):
             found = ratio_of(_highest_of(rival), rates)
             reach = f" [{span(found.low, found.high, ', ')}]" if found.low and found.high else ""
             ratio = Cell(f"{number(found.ratio)}{reach}", why=f"against {rival.name}")

@@ -36,12 +36,16 @@ WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
 LONGEST = (*WHOLE_MACHINE, "test_peers", "test_lm_eval", "test_helm_own")
 
 
-def pytest_collection_modifyitems(items):
-    """Files with slow tests, which may have a deadline, come first: of them those of whole commands, and last the
-    longest."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+def pytest_collection_modifyitems(config, items):
+    """Files with slow tests come first, so that fast ones run where they wait; with a deadline they have what time the
+    others leave. Of them those of whole commands are first, and the longest last."""
+    slow, last = {item.path for item in items if item.get_closest_marker("slow")}, config.getoption("slow_minutes")
     items.sort(
-        key=lambda item: (item.path not in slow, item.path.stem in LONGEST, "integration" not in item.path.parts)
+        key=lambda item: (
+            (item.path in slow) is (last is not None),
+            item.path.stem in LONGEST,
+            "integration" not in item.path.parts,
+        )
     )
 
 

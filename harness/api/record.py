@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -180,25 +180,35 @@ class RunRecord:
 
     def total(self, name: str, phase: Phase) -> float | None:
         """The sum of a counter's samples in a phase; None where the record lacks the counter."""
-        samples = [v for m in self.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
-        return sum(samples) if samples else None
+        return _total(self.measurements, name, phase)
 
     @property
     def others_cpu(self) -> float:
-        """The share of the CPU time used during generation that went to other processes and the hypervisor; 0 where
-        they took next to nothing or it is not recorded. The kernel's threads are not others: they serve this launch's
-        reads and writes too. Records of before 2026-11-26 count them as others."""
-        own, other = (self.total(f"cpu_{name}_s", "generate") for name in ("own", "other"))
-        if own is None or other is None:
-            return 0.0
-        taken = other + (self.total("cpu_steal_s", "generate") or 0.0)
-        used = own + taken + (self.total("cpu_kernel_s", "generate") or 0.0)
-        return taken / used if taken > _DISTURBED_S else 0.0
+        """As `others_cpu` has it of these measurements. Records of before 2026-11-26 count the kernel's threads as
+        others."""
+        return others_cpu(self.measurements)
 
     @property
     def disturbed(self) -> bool:
         """Whether others took so much CPU time that its speed says little, however fast or slow it was."""
         return self.others_cpu > DISTURBED
+
+
+def _total(measurements: Sequence[Measurement], name: str, phase: Phase) -> float | None:
+    samples = [v for m in measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
+    return sum(samples) if samples else None
+
+
+def others_cpu(measurements: Sequence[Measurement]) -> float:
+    """The share of the CPU time used during generation that went to other processes and the hypervisor; 0 where they
+    took next to nothing or it was not measured. The kernel's threads are not others: they serve this launch's reads and
+    writes too."""
+    own, other = (_total(measurements, f"cpu_{name}_s", "generate") for name in ("own", "other"))
+    if own is None or other is None:
+        return 0.0
+    taken = other + (_total(measurements, "cpu_steal_s", "generate") or 0.0)
+    used = own + taken + (_total(measurements, "cpu_kernel_s", "generate") or 0.0)
+    return taken / used if taken > _DISTURBED_S else 0.0
 
 
 def parse_record(line: bytes, where: str) -> RunRecord:

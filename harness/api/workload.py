@@ -42,6 +42,12 @@ class Slo:
         named = {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "normalized_s": self.normalized_s}
         return {name: limit for name, limit in named.items() if limit is not None}
 
+    @property
+    def words(self) -> str:
+        """The objectives in words, for messages."""
+        by = self.attainment if self.attainment == "mean" else f"{100 * float(self.attainment):g} %"
+        return f"{' and '.join(f'{name} {limit:g}' for name, limit in self.limits.items())} ({by})"
+
 
 @dataclass(frozen=True)
 class StopWhen:
@@ -101,7 +107,8 @@ class WorkloadSpec:
             return f"task {self.task}"
         lengths = f"prompt {self.prompt_len}, generate {self.gen_len}"
         if self.online:
-            return f"{self._arrivals}, {self._drawn}{lengths}"
+            objectives = "" if self.slo is None else f", within {self.slo.words}"
+            return f"{self._arrivals}, {self._drawn}{lengths}{objectives}"
         return lengths if self.kind == "synthetic" else f"lengths of {Path(self.trace).name} up to {lengths}"
 
     @property

@@ -35,7 +35,7 @@ _NOT_RUN = "nothing here runs this plan: it has several devices, or an engine th
               help="A shipped profile (harness ls hardware), a file, or local, as measured by harness calibrate.",
 )  # fmt: skip
 @click.option("--engine", default="offload", show_default=True,
-              help="offload, flexgen_ref, accelerate or deepspeed_zero.")  # fmt: skip
+              help="offload, flexgen_ref, accelerate, deepspeed_zero or lm_offload.")  # fmt: skip
 @click.option("--schedule", "schedules", multiple=True, type=click.Choice(["row", "zigzag", "sweep"]),
               help="Consider only this schedule; may be repeated.")  # fmt: skip
 @click.option("--quantize", default="none", show_default=True, metavar="Q",

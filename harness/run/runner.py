@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from harness.suite.cell_names import find_twins
 _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
 _NOT_REPEATED = (*REFUSALS, "skipped")
+#: Of a cell whose batch search found none.
+_NONE_SURVIVES = "no batch survives"
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: How often a launch that others disturbed runs again.
 EXTRA_TRIES = 2
@@ -142,9 +145,14 @@ class Runner:
         """Records that settle launches of `cells`. Reports read records: one whose labels changed is written anew."""
         current = {c.fingerprint(): c for c in cells}
         done = {}
-        for key, record in self._store.latest().items():
+        latest, launches = self._store.latest(), defaultdict[str, list[api.RunRecord]](list)
+        for record in latest.values():
+            launches[record.fingerprint].append(record)
+        for key, record in latest.items():
             cell = current.get(record.fingerprint)
             if cell is None or not is_done(record, cell) or not self._has_this_data(record):
+                continue
+            if not _is_of_last_batch(record, cell, launches[record.fingerprint]):
                 continue
             relabelled = self._records.relabelled(record, cell)
             if relabelled is not record:
@@ -171,7 +179,7 @@ class Runner:
             self._progress.added([step])
             record = self._try(step)
         if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record, self._launches(record)):
-            again = [Step(step.cell, repeat) for repeat in range(step.repeat + 1)]
+            again = [Step(step.cell, repeat) for repeat in sorted({r.repeat for r in self._launches(record)})]
             self._progress.added(again)
             for repeated in again:
                 self._step(repeated)
@@ -255,7 +263,7 @@ class Runner:
         statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in searched.trials)
         last = searched.trials[-1]
         status = last.status if last.status in (*_NO_MEMORY, *_NOT_REPEATED) else "skipped"
-        raise api.Refusal(status, f"no batch survives ({statuses}); {last.reason}")
+        raise api.Refusal(status, f"{_NONE_SURVIVES} ({statuses}); {last.reason}")
 
     def _forecast(self, step: Step, record: api.RunRecord) -> api.Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
@@ -323,6 +331,21 @@ class Runner:
             rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
+
+
+def _is_of_last_batch(record: api.RunRecord, cell: api.RunSpec, launches: Sequence[api.RunRecord]) -> bool:
+    """Whether a launch of a cell whose batch or settings were searched ran with those that its last one ran with, and
+    did not fail for want of memory: a run that ended while others were tried goes on with them."""
+    if cell.tune != "max_batch" and not cell.candidates:
+        return True
+    if record.status in _NO_MEMORY:
+        return record.reason.startswith(_NONE_SURVIVES)
+    last = max((r for r in launches if r.status == "ok"), key=lambda r: r.started_at, default=record)
+    return record.status != "ok" or _batch_of(record) == _batch_of(last)
+
+
+def _batch_of(record: api.RunRecord) -> tuple[int | None, Mapping[str, object]]:
+    return record.load.policy.gpu_batch_size if record.load else None, record.settings
 
 
 def _searches(cell: api.RunSpec) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -11,7 +12,7 @@ from harness.common.files import inside, os_errors, replace_with
 from harness.common.line_file import LineFile
 from harness.common.locks import locked
 from harness.common.planted import refuse_planted
-from harness.common.regular_file import lines_of, open_regular, parse_json
+from harness.common.regular_file import MAX_BYTES, lines_of, open_regular, parse_json
 from harness.suite.shareable import shareable_text
 
 RECORDS = "records.jsonl"
@@ -70,7 +71,10 @@ class Store:
 
     def append(self, record: RunRecord) -> None:
         """Adds one record durably. Raises HarnessError when the disk is full or not writable."""
-        line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode()
+        line = _encoded(record)
+        if len(line) > MAX_BYTES:  # which nobody could read again, nor the records beside it
+            reason = f"its record takes {len(line) >> 20} MiB, more than {MAX_BYTES >> 20}: measure fewer requests"
+            line = _encoded(replace(record, status="error", reason=reason, requests=(), served=()))
         advice = "free space or choose another --out, then run the same command again to go on"
         with os_errors(f"cannot record to {self.path}", advice):
             self._file.append(line)
@@ -89,6 +93,10 @@ class Store:
     def latest(self) -> dict[tuple[str, int], RunRecord]:
         """The last record of every launch, by fingerprint and repeat."""
         return {(r.fingerprint, r.repeat): r for r in self.records()}
+
+
+def _encoded(record: RunRecord) -> bytes:
+    return json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode()
 
 
 def is_done(record: RunRecord, cell: RunSpec) -> bool:

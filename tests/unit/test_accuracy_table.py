@@ -73,6 +73,18 @@ def test_a_quantized_file_gets_a_remark_and_the_provenance_names_the_hash_of_eac
     assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
 
 
+def test_what_a_search_chose_decides_whether_answers_are_exact():
+    """A cell that asked for 16 bits and ran in 8, as that was faster, is judged and judges none."""
+    exact, found = (record(name, 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6) for name in ("exact", "found"))
+    assert found.load is not None
+    spec = replace(found.spec, candidates={"policy.kv_bits": (8,)})
+    found = replace(found, spec=spec, fingerprint=spec.fingerprint(),
+                    load=replace(found.load, policy=OffloadPolicy(kv_bits=8)))  # fmt: skip
+    shown = lines(exact, found)
+    assert shown["exact", "acc"][4:8] == [MISSING] * 4
+    assert shown["found", "acc"][4] != MISSING
+
+
 def test_few_examples_are_not_judged():
     exact, few = record("exact", 16, [1.0] * 9, [-3.0] * 9), record("four", 4, [0.0] * 9, [-9.0] * 9)
     assert lines(exact, few)["four", "acc"][-1] == "fewer than 10 examples: too few to judge"

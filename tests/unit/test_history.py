@@ -106,6 +106,17 @@ def test_machines_and_cells_have_series_of_their_own(history):
     assert len(history.series([cell().fingerprint()])) == 2
 
 
+def test_a_machine_stays_the_same_after_an_update_of_its_kernel(history):
+    """Which keeps other amounts of its memory for itself."""
+    machine = PROVENANCE["machine"]
+    updated = {"os": "Linux 6.99", "ram_bytes": machine["ram_bytes"] - 12_345}
+    history.add([record(cell(), 0), record(cell(), 1, provenance=PROVENANCE | {"machine": machine | updated})])
+    assert len(history.series()) == 1
+    half = machine | {"ram_bytes": machine["ram_bytes"] // 2}
+    history.add([record(cell(), 2, provenance=PROVENANCE | {"machine": half})])
+    assert len(history.series()) == 2
+
+
 def test_without_commits_a_day_is_a_point(history):
     history.add([record(cell(), provenance={"git": "?"}, started_at=f"2026-11-0{day}T05:00:00") for day in (1, 2, 3)])
     (series,) = history.series()

@@ -45,6 +45,14 @@ def test_measured_beside_declared():
     )
 
 
+def test_declared_watts_are_each_launch_s_own_quotient():
+    """The same profile, whatever the launches' speeds are."""
+    launches = [record(cell(), i, speed, metrics=Prices(power=100).metrics(speed) | record(cell(), i, speed).metrics)
+                for i, speed in enumerate((10.0, 20.0))]  # fmt: skip
+    figures, _ = line(launches)
+    assert figures[1] == "100"
+
+
 def test_a_device_counts_too_and_hire_is_a_cost():
     figures, verdict = line([metered(device=360.0, prices=Prices(hire=3.6))])
     assert figures == ["100", "\u2013", "15.6", "\u2013", "500"]

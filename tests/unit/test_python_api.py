@@ -47,6 +47,18 @@ def test_every_kind_of_prompt_is_answered_in_order(engine):
     assert engine.generate([]) == []
 
 
+def test_a_form_of_the_answer_reaches_the_engine(engine):
+    """The fake engine cannot follow one, and says so; nobody is told of a setting that is not the API's."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}
+    with pytest.raises(HarnessError, match="json_schema"):
+        engine.generate("hi", max_tokens=5, response_format=form)
+    with pytest.raises(HarnessError, match=r"response_format\.type"):
+        engine.generate("hi", max_tokens=5, response_format={"type": "xml"})
+    for setting in ("json_schema", "prompt_logprobs"):
+        with pytest.raises(HarnessError, match=f"^{setting} is not a known setting"):
+            engine.generate("hi", **{setting: "x"})
+
+
 def test_the_same_call_gives_the_same_answers_and_a_seed_changes_them(engine):
     first = engine.generate(["a", "b"], max_tokens=4)
     assert engine.generate(["a", "b"], max_tokens=4) == first
@@ -224,6 +236,16 @@ def test_the_pieces_of_a_long_text_are_the_text(text, expected):
 def test_half_a_character_is_held_back():
     growing = GrowingText(Bytes(None), SamplingParams())
     assert [growing.add(t) for t in "é!".encode()] == ["", "é", "!"]
+
+
+@pytest.mark.parametrize("stop", ["é", "用户", "a用"])
+def test_a_stop_string_whose_last_character_comes_in_parts_is_not_shown(stop):
+    text, growing = Bytes(None), GrowingText(Bytes(None), SamplingParams(stop=(stop,)))
+    tokens = tuple(("xa" + stop.removeprefix("a")).encode())
+    pieces = [growing.add(token) for token in tokens]
+    result = GenerationResult("r", tokens, 0.0, (0.0,) * len(tokens), 1, finish_reason="stop")
+    whole = generated_text(text, result, SamplingParams(stop=(stop,)))
+    assert "".join(pieces) + growing.end(result) == whole == ("xa" + stop.removeprefix("a")).partition(stop)[0]
 
 
 def test_spaces_between_a_pair_belong_to_the_continuation():

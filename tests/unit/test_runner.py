@@ -91,6 +91,65 @@ def test_a_batch_that_does_not_survive_again_gives_way_to_a_smaller_one_in_all_r
     assert set(again.launched) == {7}, "what was learnt is remembered"
 
 
+@pytest.mark.parametrize("ended", [2, 3, 4])
+def test_a_run_that_ends_while_a_smaller_batch_is_tried_goes_on_with_it(run, tmp_path, ended):
+    """By Ctrl-C at the first redone repeat, the second, or the last one: a cell's figures are of one batch."""
+
+    def survives(batch, time):
+        if batch == 7 and time == ended - 1 and not told:
+            told.append(batch)
+            raise KeyboardInterrupt
+        return "ok" if batch < 8 or (batch == 8 and time <= 2) else "oom_host"
+
+    told = []
+    launcher = Launcher(survives)
+    with pytest.raises(KeyboardInterrupt):
+        run(launcher, CELL)
+    records, _ = run(launcher, CELL)
+    assert [r.status for r in records] == ["ok"] * 3
+    assert {r.load.policy.gpu_batch_size for r in records} == {7}
+    launched = len(launcher.launched)
+    again, _ = run(launcher, CELL)
+    assert again == records and len(launcher.launched) == launched, "it is done then"
+
+
+def test_a_cell_of_which_no_batch_survives_is_not_tried_for_ever(run):
+    launcher = Launcher(lambda batch, time: "oom_host")
+    records, _ = run(launcher, CELL)
+    launched = len(launcher.launched)
+    again, _ = run(launcher, CELL)
+    assert again == records and len(launcher.launched) == launched
+
+
+def test_a_trial_that_others_disturbed_is_launched_once_more(run):
+    """The slow one would end the search, and be remembered."""
+
+    class Slowed(Busy):
+        def launch(self, request):
+            done = super().launch(request)
+            slow = 0.1 if self.others[len(self.launched) - 1] > 1 else 1.0
+            metrics = {name: slow * value for name, value in done.measured.metrics.items()}
+            return replace(done, measured=replace(done.measured, metrics=metrics))
+
+    cell = replace(CELL, policy=api.OffloadPolicy(2), repeats=1)
+    launcher = Slowed(0.0, 5.0, *[0.0] * 9)  # the trial of four
+    records, _ = run(launcher, cell)
+    assert launcher.launched == [2, 4, 4, 8, 8]
+    assert records[0].load.policy.gpu_batch_size == 8
+
+
+def test_a_search_of_what_only_scores_compares_what_is_scored(run):
+    class Scores(Launcher):
+        def launch(self, request):
+            done, batch = super().launch(request), request.spec.policy.gpu_batch_size
+            metrics = {"generation_throughput_tok_s": None, "score_throughput_tok_s": batch if batch <= 4 else 1.0}
+            return replace(done, measured=replace(done.measured, metrics=metrics))
+
+    records, _ = run(Scores(lambda batch, time: "ok"), replace(CELL, policy=api.OffloadPolicy(2), repeats=1))
+    assert records[0].load.policy.gpu_batch_size == 4
+    assert [t.throughput_tok_s for t in records[0].tuning] == [2, 4, 1.0]
+
+
 CANDIDATES = {"options.width": (1, 2, 3), "policy.kv_bits": (8,), "policy.compute_dtype": ("float32", "auto")}
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from harness.api import RunRecord, ServedRate, ServedRequest, Slo, WorkloadSpec
 from harness.run.online import metrics_of
 from reports.quantiles import quantile_interval
+from reports.records import workload_of
 from reports.samples import speed_of, unit_of
 from reports.serving import in_system, serving_panels
 from reports.summary import summary_rows
@@ -58,6 +59,24 @@ def test_the_highest_rates_are_compared_with_the_best_rival() -> None:
     assert ours[:4] == ["ours", "8", "8.00 to 8.00", "2 [2.00, 2.00]"]
     assert theirs[:3] == ["theirs", "4", "4 to 4"]
     assert theirs[3].startswith("0.500 [")
+
+
+def test_a_launch_without_any_rate_within_leaves_no_interval_and_no_ratio() -> None:
+    """Those that found one would speak for it."""
+    records = two_engines()
+    records[0] = swept("ours", 0, served(4.0, 0.5))
+    ours, theirs = lines(panels(*records)["Highest rate within the objectives"])
+    assert ours[:4] == ["ours", "8", MISSING, MISSING]
+    assert theirs[:4] == ["theirs", "4", "4 to 4", MISSING]
+
+
+def test_cells_with_other_objectives_are_no_rivals() -> None:
+    """A higher rate within looser objectives is none."""
+    loose = Slo(normalized_s=9.0, attainment="mean")
+    records = [swept("ours", i, served(4.0, 0.05), served(8.0, 0.1)) for i in range(3)]
+    records += [swept("theirs", i, served(4.0, 0.05), served(8.0, 0.1), served(16.0, 0.5), slo=loose) for i in range(3)]
+    assert len({workload_of(r) for r in records}) == 2
+    assert "within normalized_s 0.2 (mean)" in workload_of(records[0])
 
 
 def test_every_rate_has_a_line_and_a_point_and_the_objective_a_rule() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import SCHEMA_VERSION, HarnessError, RunRecord, parse_record, to_json
+from harness.api import SCHEMA_VERSION, HarnessError, RequestTrace, RunRecord, parse_record, to_json
+from harness.run import store as store_module
 from harness.run.store import Store, is_done
 from tests.records import FAKE
 
@@ -88,6 +89,17 @@ def test_a_full_disk_leaves_no_half_record(store, monkeypatch):
     with pytest.raises(HarnessError, match="No space left"):
         store.append(record(1))
     assert store.path.stat().st_size == size
+
+
+def test_a_record_that_nobody_could_read_again_is_an_error_that_can_be_read(store, monkeypatch):
+    """And those beside it stay readable."""
+    store.append(record(0))
+    whole = record(1)
+    monkeypatch.setattr(store_module, "MAX_BYTES", len(json.dumps(to_json(whole))) - 400)
+    store.append(dataclasses.replace(whole, requests=(RequestTrace("r", 1, 1, 0, 0.0, (1.0,) * 300, "length", ""),)))
+    first, second = store.records()
+    assert (first.status, second.status) == ("ok", "error") and "MiB" in second.reason
+    assert not second.requests and not is_done(second, SPEC)
 
 
 def test_what_a_power_cut_leaves_of_a_last_line_is_cut(store):

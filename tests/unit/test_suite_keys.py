@@ -49,6 +49,11 @@ def test_an_example_sets_its_key_and_is_valid(key):
     VALIDATOR.validate(BASE | ({"matrix": given if isinstance(given, list) else [given]} if of_cell else given))
 
 
+@pytest.mark.parametrize("key", [key for key in KEYS if "task:" in key.example], ids=lambda key: key.name)
+def test_an_example_of_a_task_is_of_one_that_exists(key):
+    assert registry.is_task(yaml.safe_load(key.example)["workload"]["task"])
+
+
 def example_policy(key):
     value = yaml.safe_load(key.example)["policy"][key.name]
     return api.OffloadPolicy(**{key.name: tuple(value) if isinstance(value, list) else value})

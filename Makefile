@@ -48,7 +48,7 @@ coverage: $(STAMP) $(VENV)/.triton
 	$(BIN)/python -m tests.coverage_by_package build/coverage/report.json
 
 # What test-full adds to test
-test-slow: $(VENV)/.models $(VENV)/.ray $(HELM)/.installed
+test-slow: $(VENV)/.models $(VENV)/.ray $(VENV)/.triton $(HELM)/.installed
 	$(SLOW_LANES) -m "slow and not gpu and not release"
 
 # Many more random inputs for every parser than `make test` tries

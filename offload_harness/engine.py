@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypedDict, Unpack, cast
 
@@ -30,7 +30,10 @@ _LEAST_TOKENS = 512
 
 
 class Sampling(TypedDict, total=False):
-    """How answers are decoded; see `harness.api.SamplingParams`, whose defaults these have but `max_tokens`, 256."""
+    """How answers are decoded; see `harness.api.SamplingParams`, whose defaults these have but `max_tokens`, 256.
+
+    `response_format` as OpenAI has it: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {...}}`.
+    """
 
     max_tokens: int
     min_tokens: int
@@ -42,6 +45,7 @@ class Sampling(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
+    response_format: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Engine:
 
     def _line(self, number: int, prompt: Prompt, sampling: Sampling) -> BatchLine:
         """A prompt and its settings, checked as a line of a batch job is."""
-        known = [f.name for f in fields(api.SamplingParams)]
+        known = list(Sampling.__annotations__)
         if unknown := [name for name in sampling if name not in known]:
             raise api.HarnessError(f"{unknown[0]} is not a known setting; {nearest(unknown[0], known)}")
         settings: dict[str, Any] = dict(sampling)

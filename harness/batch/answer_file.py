@@ -147,7 +147,7 @@ def _answered(path: Path, model: str) -> dict[int, Answered]:
             except (ValueError, KeyError, TypeError):
                 raise HarnessError(f"{path}:{number} is not an answer of a batch job; {_ADVICE}") from None
             if digest != model:
-                raise HarnessError(f"{path} holds answers of another model; {_ADVICE}")
+                raise HarnessError(f"{path} holds answers of another model, or of other bits; {_ADVICE}")
     return answers
 
 

@@ -28,6 +28,7 @@ from harness.batch.job import (
     Lengths,
     Loader,
     Progress,
+    answered_by,
     engine_errors,
     job_cell,
     loaded_engine,
@@ -58,7 +59,7 @@ def run(
     text = registry.text(cell.engine, model)
     if problem := text.problem():
         progress.note(problem)
-    with closing(_output(job, identity, show)) as output:
+    with closing(_output(job, answered_by(cell, identity), show)) as output:
         with closing(text):  # the process that renders chats: the engine needs its memory
             lines = read(job, model.shape, text, output.answered, progress)
         with engine_errors(cell.engine):

@@ -150,6 +150,21 @@ def job_cell(
     return cell
 
 
+def answered_by(cell: RunSpec, identity: str) -> str:
+    """What decides a job's answers: the `identity` of its model and, of its policy, what gives digits up for speed."""
+    policy = cell.policy
+    lossy = {name: getattr(policy, name) for name in ("weight_bits", "kv_bits") if getattr(policy, name) != 16}
+    if lossy:
+        lossy |= {"group_size": policy.group_size, "weight_groups": policy.weight_groups}
+    if policy.value_sparsity < 1:
+        lossy["value_sparsity"] = policy.value_sparsity
+    if policy.compute_dtype == "int8":
+        lossy["compute_dtype"] = "int8"
+    if policy.wire_bits is not None:
+        lossy["wire_bits"] = policy.wire_bits
+    return "-".join([identity, *(f"{name}_{value}" for name, value in sorted(lossy.items()))])
+
+
 def _set_fields(policy: OffloadPolicy) -> dict[str, Any]:
     """The fields of a policy that are not at their defaults."""
     return {f.name: value for f in fields(policy) if (value := getattr(policy, f.name)) != f.default}

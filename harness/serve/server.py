@@ -13,7 +13,7 @@ import uvicorn
 from harness import registry
 from harness.api import HarnessError, OnlineEngine, UnsupportedError
 from harness.batch.generate import public_name
-from harness.batch.job import Lengths, Progress, engine_errors, job_cell
+from harness.batch.job import Lengths, Progress, answered_by, engine_errors, job_cell
 from harness.batch.session import ModelSession, longest_request
 from harness.common.garbage import leave_what_exists
 from harness.common.scratch import remove_abandoned
@@ -53,7 +53,7 @@ def serve(settings: ServeSettings, progress: Progress) -> None:
         name, shape, text = public_name(cell.model.id), session.model.shape, session.text
 
         def identity(advance: Callable[[int, int], None]) -> str:
-            return registry.identity(cell.engine, session.model, settings.cache, advance)
+            return answered_by(cell, registry.identity(cell.engine, session.model, settings.cache, advance))
 
         with closing(text), running(engine, settings.max_pending) as loop:
             served = Served(engine, loop, name, shape, text, longest, settings)

@@ -1,5 +1,6 @@
 """What errors and tables say to a user: the one command that mends, figures with their units."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import registry
-from harness.api import HarnessError
-from harness.batch.job import job_cell
+from harness.api import HarnessError, OffloadPolicy
+from harness.batch.job import answered_by, job_cell
 from harness.builtin import ENGINES
 from harness.common.packages import install, install_extra
 from harness.common.units import rounded, with_unit
@@ -81,3 +82,18 @@ def test_every_measured_rate_has_a_unit_or_is_a_fraction():
     for name in ("host.flops.256", "host.by_threads.2", "disk.read", "host.cached.4", "host.layer_call_s", "link.h2d"):
         assert Rate(name, 1.0, 1.0, 1.0).unit
     assert not Rate("host.in_passes", 1.0, 1.0, 1.0).unit
+
+
+@given(st.sampled_from([4, 8, 16]), st.sampled_from([8, 16]), st.sampled_from([32, 64]), st.booleans())
+def test_answers_of_other_bits_are_not_mixed_with_those_of_a_job(weight_bits, kv_bits, group_size, overlap):
+    """A policy that changes speed alone may go on with them."""
+    base = job_cell("m", "fake", "1GiB", (), lambda text: None)
+    policy = OffloadPolicy(weight_bits=weight_bits, kv_bits=kv_bits, group_size=group_size, overlap=overlap)
+    found = answered_by(replace(base, policy=policy), "digest")
+    exact = weight_bits == kv_bits == 16
+    assert (found == "digest") is exact
+    faster = replace(policy, overlap=not overlap, schedule="sweep", gpu_batch_size=7, compute_dtype="float32")
+    assert answered_by(replace(base, policy=faster), "digest") == found
+    for other in ({"value_sparsity": 0.5}, {"kv_bits": 4}, {"wire_bits": 8, "pipeline": 2}):
+        assert answered_by(replace(base, policy=replace(policy, **other)), "digest") != found
+    assert exact or answered_by(replace(base, policy=replace(policy, group_size=128)), "digest") != found

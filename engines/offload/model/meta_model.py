@@ -201,14 +201,13 @@ class MetaModel:
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
-        tensor = tensor.to(self.dtypes.of(name))
         if module._buffers.get(leaf) is not None:
-            module._buffers[leaf] = tensor
+            module._buffers[leaf] = tensor.to(self.dtypes.of(name))
             return
         # `.data =` refuses on meta; a Parameter would lose what makes a table one
         bound: Any = tensor
         if not isinstance(tensor, EmbeddingTable | RowByRow):
-            bound = nn.Parameter(tensor, requires_grad=False)
+            bound = nn.Parameter(tensor.to(self.dtypes.of(name)), requires_grad=False)
         module._parameters[leaf] = bound
 
     @torch.no_grad()

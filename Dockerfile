@@ -1,5 +1,5 @@
-# Images of this harness, one for each list of pins in engines/environments (harness images build NAME):
-#   docker build --target worker --build-arg ENVIRONMENT=offload -t offload-harness/offload .
+# Images of this harness, one for each list of pins in engines/environments. `harness images build NAME` builds them, and
+# labels them with the code that they hold, without which no launch takes one.
 # BASE_IMAGE is any Debian-like image whose Python is 3.11 or later (it is installed where there is none); for CUDA targets
 # one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index:
 # a CPU build of torch, for example. A tag moves: for an image that can be built again as it was, give BASE_IMAGE with the

@@ -89,7 +89,8 @@ class DeepSpeedZeroEngine(CausalLMEngine):
         buffers, or where weights on disk would be quantized.
         """
         budget = request.limits.host_memory
-        work = sum(request.working_bytes) + SLACK_BYTES
+        # with a device the cache and activations are there
+        work = SLACK_BYTES + (sum(request.working_bytes) if request.device_budget is None else 0)
         if self._parameters == "host":
             require_memory(self.name, stored + work, budget, "parameters in RAM and its working memory")
         on_disk = self._parameters == "disk" or (

@@ -21,7 +21,7 @@ from engines.adapters import refusals
 from engines.common.folders import build_once
 from engines.common.requests import generation_settings, special_tokens
 from engines.common.work_memory import SLACK_BYTES, require_memory, working_bytes
-from engines.models.checkpoints import content_digest
+from engines.models.checkpoints import content_digest, evict
 from harness import api
 from harness.common.system import usable_cpus
 
@@ -54,9 +54,10 @@ class OpenVinoEngine(api.Engine):
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = policy.float_dtype(self.name, model.dtype)
         work = sum(working_bytes(shape, batch, job.max_sequence, api.DTYPE_BYTES[dtype])) + SLACK_BYTES
-        weights = model.weight_bytes * policy.weight_bits // 16
+        weights = model.weight_bytes if policy.weight_bits == 16 else shape.params_total * policy.weight_bits // 8
         require_memory(self.name, weights + work, limits.host_memory, "its weights and working memory")
         folder = _exported(model, policy.weight_bits, job)
+        evict(folder)  # read from disk at each load, and charged to this launch
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_seqs = batch
         scheduler.max_num_batched_tokens = max(batch, self._batch_tokens)

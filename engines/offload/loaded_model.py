@@ -123,13 +123,15 @@ class LoadedModel:
         self.settle()
         return self.timeline.trace()
 
-    def stats(self, waiting: int, running: int, kv_blocks: tuple[Sequence[int], Sequence[int]]) -> EngineStats:
+    def stats(
+        self, waiting: int = 0, running: int = 0, kv_blocks: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> EngineStats:
         """What is held and was moved so far; so many requests wait and run, and sequences hold so many `kv_blocks` by
-        tier, of so many."""
+        tier, of so many: by default those of the cache."""
         self.settle()
         activations = self.activation_offload
         moving = [blocks for blocks in (self.cache.offloaded, self.cache.host_attention) if blocks is not None]
-        used, total = (self._by_tier(counts) for counts in kv_blocks)
+        used, total = map(self._by_tier, kv_blocks or (self.cache.num_used, self.cache.sizes))
         return EngineStats(
             waiting=waiting,
             running=running,

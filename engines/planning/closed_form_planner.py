@@ -310,14 +310,17 @@ def require_modelled(policy: OffloadPolicy) -> None:
 def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:
     """The roofline of a block of sequences under any policy with these bits.
 
-    All arithmetic runs at the profile's best rate. Each pass reads from disk what all memory cannot hold of weights and
-    cache.
+    All arithmetic runs at the profile's best rate. Each pass reads from disk what all memory cannot hold of weights,
+    bfloat16 in the twelve bits that hold it, and of the cache, which the first pass does not need.
     """
     shape, lengths = job.shape, job.lengths
     steps = lengths.generated
     compute_s = sum(shape.block_flops(block, lengths.prompt, steps)) / max(machine.dense.flops.values())
     room = capacity(machine.profile)
-    cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers
+    cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers * (steps - 1) / steps
     idle = shape.params_idle * policy.value_bytes(policy.weight_bits, VALUE_BYTES)  # experts that nobody may ask for
-    on_disk = max(0.0, model_weight_bytes(shape, policy) - idle + cache - room.device - room.host)
+    weights = model_weight_bytes(shape, policy) - idle
+    if policy.weight_bits == 16 and job.dtype == "bfloat16" and policy.weight_format != "plain":
+        weights *= 0.75
+    on_disk = max(0.0, weights + cache - room.device - room.host)
     return block_bound(block * steps, compute_s, steps * on_disk / machine.profile.disk.read)

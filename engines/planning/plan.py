@@ -13,7 +13,7 @@ from engines.planning.engine_cost_models import EngineCostModel, engine_cost_mod
 from engines.planning.host_planner import HostPlanner
 from engines.planning.measured_usage import measured_usage
 from engines.planning.nanoflow import planned_pass
-from engines.planning.planned_job import PlannedJob
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
 from engines.planning.planners import planner_for
 from engines.planning.prediction_errors import prediction_error
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
@@ -80,7 +80,9 @@ def plan(
         # our engine places by what it measures, as in a search of a cell
         ours, cache = engine == "offload", chosen.policy.cache if chosen.policy.cpu_attention else None
         left = replace(chosen.policy, weights=None, activations=None, cache=cache, prefill_chunk=None)
-        to_run = left if ours else chosen.policy
+        # what holds all weights in one tier finds that tier by itself, and honours no fractions
+        bare = replace(left, cache=None) if planner.engine.weight_tiers else chosen.policy
+        to_run = left if ours else bare
         rejected = [_rejected(*item) for item in result.rejected[:_LISTED]]
     return {
         "model": model.id,
@@ -92,12 +94,15 @@ def plan(
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
         "caveats": list(model.caveats),
-        "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
+        "predicted": _predicted(chosen.prediction)
+        | profile.prices.metrics(chosen.prediction.throughput_tok_s / _machines(profile, stages)),
         "error": prediction_error(chosen.prediction.throughput_tok_s, engine, profile, chosen.policy),
         "cell": {
             "engine": engine,
             "workload": {"prompt_len": prompt_len, "gen_len": gen_len},
             "policy": _in_a_suite(to_run),
+            "dtype": model.dtype,
+            "host_memory": int(profile.host.memory - SYSTEM_BYTES) if profile.device is None else None,
         },
         "pipeline": _pipeline(chosen.prediction, gen_len),
         "workload": _workload(planner, chosen.policy, profile.between if stages > 1 else None),
@@ -106,6 +111,11 @@ def plan(
         "accuracy": accuracy_cost(chosen.policy),
         "rejected": rejected,
     }
+
+
+def _machines(profile: HardwareProfile, stages: int) -> int:
+    """How many machines of a profile the stages of a pipeline take: a device each, or a host each."""
+    return -(-stages // max(1, profile.devices))
 
 
 def _stages(stages: int | None, profile: HardwareProfile, policy: OffloadPolicy | None) -> int:

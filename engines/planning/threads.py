@@ -10,8 +10,10 @@ from harness.common.curve import interpolate
 
 def on_threads(host: Processor, count: int) -> Processor:
     """The host computing on `count` threads: everything slows as products do, and attention as measured if it was."""
-    if count >= host.cores or not host.by_threads:
+    if count >= host.cores:
         return host
+    if not host.by_threads:  # nobody measured fewer threads: each does its part
+        return replace(scaled(host, count / host.cores), cores=count)
 
     def share(curve: Mapping[str, float]) -> float:
         return interpolate(curve, count) / interpolate(curve, host.cores)
@@ -53,7 +55,4 @@ def one_of(profile: HardwareProfile, ranks: int, limits: HardwareLimits) -> tupl
         disk=replace(disk, capacity=disk.capacity / ranks, read=disk.read / ranks, write=disk.write / ranks),
     )
     threads = min(host.cores, limits.threads or max(1, host.cores // ranks))
-    rank = limited(part, replace(limits, threads=threads))
-    if not host.by_threads and limits.threads is None:  # nobody measured fewer threads: each does its part
-        rank = replace(rank, host=scaled(rank.host, threads / host.cores))
-    return rank, host.cores / threads
+    return limited(part, replace(limits, threads=threads)), host.cores / threads

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,8 +31,7 @@ def free_memory() -> int:
         free = int(psutil.virtual_memory().available)
     except UNKNOWN:
         free = _pages("SC_AVPHYS_PAGES")
-    limit = own_limit()
-    return free if limit is None else min(free, limit)
+    return min([free, *(max(0, limit - _used(group, version)) for version, group, limit in _limits())])
 
 
 def _pages(name: str) -> int:
@@ -41,13 +41,30 @@ def _pages(name: str) -> int:
 
 def own_limit() -> int | None:
     """Bytes of the tightest memory limit on this process's cgroups and their ancestors; None for no limit."""
-    limits = []
+    return min((limit for *_, limit in _limits()), default=None)
+
+
+def _limits() -> Iterator[tuple[int, Path, int]]:
+    """The version, folder and limit of each cgroup of this process, and of their ancestors, that has a limit."""
     for version, cgroup in memory_cgroups():
         name = "memory.limit_in_bytes" if version == 1 else "memory.max"
         for group in (cgroup, *cgroup.parents):
             with contextlib.suppress(OSError, ValueError):
-                limits.append(int((group / name).read_text()))
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+                limit = int((group / name).read_text())
+                if limit < _NO_LIMIT:
+                    yield version, group, limit
+
+
+def _used(group: Path, version: int) -> int:
+    """Bytes that a cgroup's processes hold, without file pages that the kernel would take back first."""
+    name, inactive = (
+        ("memory.usage_in_bytes", "total_inactive_file") if version == 1 else ("memory.current", "inactive_file")
+    )
+    with contextlib.suppress(OSError, ValueError):
+        used = int((group / name).read_text())
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return used - next((int(count) for key, count in lines if key == inactive), 0)
+    return 0
 
 
 def memory_cgroups(process: int | str = "self") -> list[tuple[int, Path]]:

@@ -76,7 +76,7 @@ def gpus() -> list[dict[str, str]]:
     """Name, memory and driver of each NVIDIA GPU, from nvidia-smi; empty if there is none."""
     text = said_by(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     rows = (line.split(", ") for line in (text or "").splitlines())
-    return [dict(zip(("name", "memory", "driver"), row, strict=False)) for row in rows]
+    return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows if len(row) == 3]
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
     if memory < need.host_memory:
         lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(memory)} present")
     if need.device_memory:
-        largest = max((float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()), default=0.0)
+        largest = max((_bytes(gpu["memory"]) for gpu in provenance.gpus()), default=0.0)
         if largest < need.device_memory:
             lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(largest)} present")
     if (cores := usable_cpus()) < need.cores:
@@ -33,6 +33,14 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
         if free + held < need.disk_free:
             lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
     return lacking
+
+
+def _bytes(told: str) -> float:
+    """Of a device's memory as nvidia-smi tells it; any number of a device whose memory is the host's ("[N/A]")."""
+    try:
+        return float(told.partition(" ")[0]) * 2**20
+    except ValueError:
+        return math.inf
 
 
 def _held(folder: Path) -> int:

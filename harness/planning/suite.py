@@ -25,13 +25,16 @@ def suite_of(
     if cell["engine"] not in registry.engines():
         return None
     limits: dict[str, int | str] = {} if memory is None else {"host_memory": memory}
+    if memory is None and cell["host_memory"] is not None:
+        limits["host_memory"] = cell["host_memory"]
     if profile.device is not None:
         limits["device_memory"] = int(profile.device.memory)
     name = _UNSAFE.sub("-", model.rstrip("/").rpartition("/")[2]).strip("-._") or "model"
     return {
         "name": f"plan-{name}"[:64],
         "description": f"the policy that harness plan chose for {profile.name}",
-        "model": {"id": model} | ({"weights": "dummy"} if model in registry.shapes().CATALOGUE else {}),
+        "model": {"id": model}
+        | ({"weights": "dummy", "dtype": cell["dtype"]} if model in registry.shapes().CATALOGUE else {}),
         "workload": cell["workload"],
         **({"hardware": {"limits": limits}} if limits else {}),
         "matrix": [{"engine": cell["engine"], "policy": cell["policy"]}],

@@ -36,11 +36,18 @@ class EnergyProbe(SamplingProbe):
         return [Measurement("energy_j", "J", (sum(self._spent.values()) / 1e6,), phase, "CPU packages (RAPL)")]
 
 
+def _is_package(zone: Path) -> bool:
+    """Whether a zone is not the platform's ("psys"), which has the package's joules too."""
+    with contextlib.suppress(OSError):
+        return (zone / "name").read_text().startswith("package")
+    return True
+
+
 def _read() -> dict[str, int]:
     """Microjoules by package; its parts, such as intel-rapl:0:0, are counted in it."""
     counters = {}
     for zone in POWERCAP.glob("intel-rapl:*"):
-        if zone.name.count(":") == 1:
+        if zone.name.count(":") == 1 and _is_package(zone):
             with contextlib.suppress(OSError, ValueError):
                 counters[zone.name] = int((zone / "energy_uj").read_text())
     return counters

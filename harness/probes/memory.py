@@ -71,14 +71,16 @@ class MemoryProbe(SamplingProbe):
 
 
 def held_bytes(process: int | str = "self") -> int:
-    """Resident bytes of a process (a pid or "self") without a backing file: anonymous memory, and shared memory such as
-    pinned; 0 once it is gone."""
+    """Bytes of a process (a pid or "self") without a backing file: anonymous memory, also what of it was swapped out,
+    and shared memory such as pinned; 0 once it is gone."""
     fields = _resident(process)
-    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0)
+    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0) + fields.get("VmSwap", 0)
 
 
 def _resident(process: int | str = "self") -> dict[str, int]:
     with contextlib.suppress(OSError):
         lines = [line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines()]
-        return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line and line[0].startswith("Rss")}
+        return {
+            line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line and line[0].startswith(("Rss", "VmSwap"))
+        }
     return {}

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from engines.models.shapes import config_kwargs
-from harness.api import to_json
+from engines.planning.planned_job import SYSTEM_BYTES
+from harness import hardware
+from harness.api import OffloadPolicy, to_json
 from harness.suite.config import load_suite
 
 JOB = ("--prompt-len", "512", "--gen-len", "32")
@@ -285,3 +287,39 @@ def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_measured
     done = cli("calibrate", "--quick", "--out", str(cli.folder), code=2)
     assert "cannot be written" in done.stderr
     assert "measuring" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "honoured"),
+    [("accelerate", ()), ("deepspeed_zero", ("weight_bits", "group_size")), ("flexgen_ref", ("weights", "cache"))],
+)
+def test_a_plan_for_a_rival_is_one_that_it_runs(cli, engine, honoured):
+    """What holds all weights in one tier is told no fractions, which it would refuse."""
+    plan = json.loads(cli("plan", *OPT_30B, "--engine", engine, "--json").stdout)
+    (cell,) = plan["suite"]["matrix"]
+    if engine == "flexgen_ref":
+        assert {"weights", "cache"} <= set(cell["policy"])
+    else:
+        OffloadPolicy(**cell["policy"]).require_defaults_except(engine, "gpu_batch_size", "compute_dtype", *honoured)
+
+
+def test_a_plan_for_a_host_runs_within_the_memory_that_it_was_made_for(cli):
+    """Without a limit the engine would hold all weights, in another dtype."""
+    plan = json.loads(cli("plan", "facebook/opt-1.3b", *CPU, "--json").stdout)
+    budget = int(hardware.load("laptop_cpu").host.memory - SYSTEM_BYTES)
+    assert plan["suite"]["hardware"]["limits"]["host_memory"] == budget
+    assert plan["suite"]["model"] == {"id": "facebook/opt-1.3b", "weights": "dummy", "dtype": "float16"}
+
+
+def test_a_pipeline_of_machines_costs_as_many(cli):
+    one, four = (
+        json.loads(cli("plan", *OPT_30B, "--schedule", "zigzag", "--stages", str(n), "--json").stdout)["predicted"]
+        for n in (1, 4)
+    )
+    per_dollar = four["tokens_per_dollar"] / one["tokens_per_dollar"]
+    assert per_dollar == pytest.approx(four["throughput_tok_s"] / one["throughput_tok_s"] / 4)
+
+
+def test_three_bits_can_be_planned(cli):
+    plan = json.loads(cli("plan", "facebook/opt-1.3b", *CPU, "--quantize", "3", "--json").stdout)
+    assert (plan["policy"]["weight_bits"], plan["policy"]["kv_bits"]) == (3, 3)

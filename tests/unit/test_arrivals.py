@@ -128,7 +128,10 @@ def test_a_suites_keys_become_the_workload() -> None:
     spec = load_cell(CELL | {"workload": ONLINE | {"lengths": "lmsys", "slo": {"normalized_s": 0.2}}})
     workload = spec.workload
     assert (workload.duration_s, workload.rate, workload.slo) == (300.0, 2.0, Slo(normalized_s=0.2))
-    assert workload.words == "requests, poisson, at 2/s, lengths of lmsys up to prompt 128, generate 16"
+    assert (
+        workload.words
+        == "requests, poisson, at 2/s, lengths of lmsys up to prompt 128, generate 16, within normalized_s 0.2 (90 %)"
+    )
     assert workload.label == "poisson-2-lmsys-p128g16"
     assert from_json(RunSpec, to_json(spec)) == spec
     chat = load_cell(CELL | {"workload": {"kind": "conversation", "concurrency": 4, "num_requests": 9, "rounds": 3,

@@ -189,6 +189,13 @@ def test_an_index_names_files_of_the_folder_only(folder, weight_map, message) ->
         prepare(folder)
 
 
+def test_two_checkpoints_in_one_folder_are_refused(folder) -> None:
+    """Some libraries read the single file, others the shards: their answers would be compared."""
+    (folder / "model.safetensors").write_bytes(shard(folder).read_bytes())
+    with pytest.raises(HarnessError, match=r"holds two checkpoints, model\.safetensors and the shards"):
+        prepare(folder)
+
+
 def test_pickled_weights_are_refused_unread(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))

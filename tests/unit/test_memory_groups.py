@@ -164,6 +164,12 @@ def test_the_tightest_limit_above_a_process_is_its_own(v2_tree):
     assert host_memory.own_limit() is None
     (v2_tree.parent / "memory.max").write_text("1048576\n")
     assert host_memory.own_limit() == host_memory.free_memory() == 1 << 20
+    (v2_tree.parent / "memory.current").write_text("700000\n")  # a neighbour's in the same container, too
+    (v2_tree.parent / "memory.stat").write_text("anon 600000\ninactive_file 90000\nactive_file 10000\n")
+    assert host_memory.own_limit() == 1 << 20
+    assert host_memory.free_memory() == (1 << 20) - 700_000 + 90_000
+    (v2_tree.parent / "memory.current").write_text("9000000\n")
+    assert host_memory.free_memory() == 0
 
 
 def test_limits_of_the_first_version_are_found_beside_groups_of_the_second(tmp_path, monkeypatch):

@@ -60,6 +60,11 @@ def test_energy_wraps_is_null_without_counters_and_zero_where_none_was_spent(tmp
     zone.mkdir()
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: counting it too would count twice
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("5")
+    (zone / "name").write_text("package-0\n")
+    platform = tmp_path / "intel-rapl:1"  # of client machines, which has the package's joules too
+    platform.mkdir()
+    (platform / "name").write_text("psys\n")
+    (platform / "energy_uj").write_text("4000000")
     (zone / "energy_uj").write_text("9000000")
     with EnergyProbe() as probe:
         pass

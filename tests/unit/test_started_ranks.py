@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from engines.offload.pipeline import ranks as ranks_module
 from engines.offload.pipeline.links import Links, LostRankError
 from engines.offload.pipeline.meeting import LeaderEndedError, await_call, call_ranks, meeting_store
 from engines.offload.pipeline.pulse import beat
-from engines.offload.pipeline.ranks import Ranks
+from engines.offload.pipeline.ranks import Failure, Ranks
 from engines.offload.pipeline.stages import order_of
 from engines.offload.pipeline.started import STORE, first_host, own_rank, rank_variables, require_ranks, world
 from engines.offload.pipeline.wire import PlainWire
@@ -93,15 +95,23 @@ def test_a_rank_of_another_host_that_stops_counting_is_lost(monkeypatch):
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     counting = TCPStore("127.0.0.1", store.port, 1, is_master=False)
     monkeypatch.setattr(pulse, "_BEAT_S", 0.05)
-    beat(counting, 1)
+    beat(counting, 1, lambda: None)
+    with pytest.raises(HarnessError, match=r"rank 1 of 2 did not answer for 1 s"):
+        Ranks(2, store).wait_for("never", 1, 1)
     found = Ranks(3, store)
-    with pytest.raises(HarnessError, match=r"rank 1 of 3 did not answer for 1 s"):
-        found.wait_for("never", 1, 1)
     with pytest.raises(HarnessError, match=r"rank 2 of 3 gave no sign of life for 0\.3 s"):
-        found.wait_for("never", 2, 10)
-    counting.set("failed/2", "no checkpoint")
+        found.wait_for("never", 1, 10)  # whichever it waits for
+    counting.set("failed/2", Failure("no checkpoint").encoded())
     with pytest.raises(HarnessError, match=r"rank 2 of 3: no checkpoint"):
-        found.wait_for("never", 2, 10)
+        found.wait_for("never", 1, 10)
+
+
+def test_a_rank_learns_that_the_leader_s_host_is_gone(monkeypatch):
+    monkeypatch.setattr(pulse, "_BEAT_S", 0.05)
+    monkeypatch.setattr(pulse, "LOST_S", 0.3)
+    gone, answers = threading.Event(), [1, 2]
+    beat(Mock(add=lambda key, by: answers.pop()), 1, gone.set)  # which raises the third time
+    assert not gone.wait(0.2) and gone.wait(10)
 
 
 def rank_of_two(number, port, words):

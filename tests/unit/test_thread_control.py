@@ -28,6 +28,7 @@ from engines.planning.thread_control import (
     stream_threads,
     with_attention_time,
 )
+from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import HardwareProfile, Link, ModelDescription, OffloadPolicy
@@ -182,3 +183,11 @@ def test_our_engine_attends_on_as_many_threads_as_measured_to_be_fast() -> None:
     found = plan(ModelDescription("opt", shape("facebook/opt-1.3b")), 64, 8, measured, "offload",
                  schedules=("row",), bits=[(16, 16)], latency_s=None, policy=None, stages=None)  # fmt: skip
     assert found["policy"]["threads"] == 16
+
+
+def test_a_limit_on_threads_slows_a_host_of_which_nobody_measured_fewer():
+    host = replace(PROFILES["laptop_cpu"].host, by_threads={}, attention_by_threads={}, cores=8)
+    half = on_threads(host, 4)
+    assert half.cores == 4
+    assert half.flops and all(half.flops[rows] == pytest.approx(host.flops[rows] / 2) for rows in host.flops)
+    assert on_threads(host, 8) == on_threads(host, 9) == host

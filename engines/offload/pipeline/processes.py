@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from engines.offload.pipeline.meeting import (
     meeting_store,
     not_met,
 )
-from engines.offload.pipeline.pulse import beat
+from engines.offload.pipeline.pulse import LOST_S, beat
 from engines.offload.pipeline.ranks import START_S, Failure, Loaded, Ranks
 from engines.offload.pipeline.rates import Machine, MeasuredRates
 from engines.offload.pipeline.started import STORE, world
@@ -106,7 +107,7 @@ def follow(
         store = meeting_store()
         await_call(store)
         _join_met(store, rank, count)
-        beat(store, rank)
+        beat(store, rank, partial(_end_without_leader, rank))
     try:
         machine = Machine.here()
         store.set(f"version/{rank}", versions())
@@ -136,6 +137,11 @@ def follow(
         _tell(store, rank, HarnessError(f"{type(exc).__name__}: {exc}"))
         traceback.print_exc()
         _end_now()
+
+
+def _end_without_leader(rank: int) -> None:
+    sys.stderr.write(f"rank {rank}: rank 0 is gone: its store gave no answer for {LOST_S:g} s\n")
+    _end_now()
 
 
 def _end_now() -> None:

@@ -1,9 +1,8 @@
 """Signs of life between ranks of several hosts: each counts in the store, and the leader sees who stopped."""
 
-import os
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,10 +10,10 @@ from typing import Any
 _BEAT_S, LOST_S = 1.0, 60.0
 
 
-def beat(store: Any, rank: int) -> None:
+def beat(store: Any, rank: int, lost: Callable[[], None]) -> None:
     """Counts, in a thread of its own, until the process ends. Nobody may wait in this client of the store meanwhile:
     one operation at a time has its connection. Where the store is gone for LOST_S, rank 0's host is, which says nothing
-    to those that wait for its next pass: the process ends."""
+    to those that wait for its next pass: the thread calls `lost`."""
     counted_s = time.monotonic()
 
     def count() -> None:
@@ -28,9 +27,7 @@ def beat(store: Any, rank: int) -> None:
     def watch() -> None:
         while time.monotonic() < counted_s + LOST_S:
             time.sleep(_BEAT_S)
-        sys.stderr.write(f"rank {rank}: rank 0 is gone: its store gave no answer for {LOST_S:g} s\n")
-        sys.stderr.flush()
-        os._exit(1)
+        lost()
 
     for work in (count, watch):
         threading.Thread(target=work, name=f"pulse {work.__name__}", daemon=True).start()

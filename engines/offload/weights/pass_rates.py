@@ -61,7 +61,7 @@ def pass_rates(
 def disk_rates(kernels: HostKernels, scratch: Path, disk_limit: float | None) -> DiskRates | None:
     """The disk's rates, as in `pass_rates`."""
     measured, kept = cache(lambda: _disk_rates(scratch)), KeptChoices(kernels.cache)
-    disk = scratch.stat().st_dev  # the scratch folder of another run may be on another one
+    disk = scratch.stat().st_dev if scratch.exists() else None  # another run's scratch folder may be on another one
     reads = _numbers(kept, ("read rates", disk), lambda: measured()[0])
     writes = _numbers(kept, ("write rates", disk), lambda: measured()[1])
     if not reads or not writes:

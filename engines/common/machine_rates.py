@@ -110,7 +110,8 @@ def _ways(dtype: str) -> list[_Way]:
     if dtype == "int8":
         # without VNNI oneDNN's is a reference that takes minutes
         by_onednn = _Way(_by_quantized_onednn, lambda weight, rows: torch.ops.onednn.qlinear_prepack(weight, None))
-        return [by_onednn] if torch.cpu._is_vnni_supported() else [_Way(_by_fbgemm, _packed_by_fbgemm)]
+        other = "fbgemm" in torch.backends.quantized.supported_engines and not torch.cpu._is_vnni_supported()
+        return [_Way(_by_fbgemm, _packed_by_fbgemm) if other else by_onednn]
     ways = [_Way(torch.nn.functional.linear)]
     if torch._C._has_mkldnn and _packs(dtype):
         ways.append(_Way(_by_onednn, torch.ops.mkldnn._reorder_linear_weight))

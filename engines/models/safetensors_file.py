@@ -76,24 +76,18 @@ def read_shards(folder: Path) -> list[Shard]:
     return [_read_shard(path) for path in shard_paths(folder)]
 
 
-def _is_another(index: Path, name: str) -> bool:
-    """Whether an index does not name this file."""
-    weight_map = json_object(index).get("weight_map")
-    return not isinstance(weight_map, dict) or name not in weight_map.values()
-
-
 def shard_paths(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Raises HarnessError where it has none, or its index is invalid."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        if single.is_file() and _is_another(index, single.name):
-            raise HarnessError(f"{folder} holds two checkpoints, {single.name} and the shards of {index.name}; "
-                               "libraries take one or the other: remove one")  # fmt: skip
         weight_map = json_object(index).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         # the index is untrusted: its names must stay inside the folder
         if not names or any(not isinstance(n, str) or not n.isprintable() or Path(n).name != n for n in names):
             raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
+        if single.is_file() and single.name not in names:
+            raise HarnessError(f"{folder} holds two checkpoints, {single.name} and the shards of {index.name}; "
+                               "libraries take one or the other: remove one")  # fmt: skip
         return [folder / name for name in sorted(set(names))]
     if single.is_file():
         return [single]

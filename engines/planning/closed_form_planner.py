@@ -37,7 +37,7 @@ from engines.planning.workload import (
     sublayers,
 )
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
-from harness.common.roofline import block_bound
+from harness.common.roofline import block_bound, least_bytes
 
 #: Batch sizes that are tried, a fifth to a half apart.
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
@@ -320,7 +320,7 @@ def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) 
     cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers * (steps - 1) / steps
     idle = shape.params_idle * policy.value_bytes(policy.weight_bits, VALUE_BYTES)  # experts that nobody may ask for
     weights = model_weight_bytes(shape, policy) - idle
-    if policy.weight_bits == 16 and job.dtype == "bfloat16" and policy.weight_format != "plain":
-        weights *= 0.75
+    if policy.weight_bits == 16 and job.dtype == "bfloat16":
+        weights *= least_bytes(job.dtype, policy) / VALUE_BYTES
     on_disk = max(0.0, weights + cache - room.device - room.host)
     return block_bound(block * steps, compute_s, steps * on_disk / machine.profile.disk.read)

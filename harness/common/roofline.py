@@ -50,7 +50,7 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     cached = batch * mean_cached_tokens(prompt, generated) * (generated - 1) / generated
     plain = DTYPE_BYTES[model.dtype]
     in_layers = shape.params_per_layer * shape.num_layers
-    exact = _least_bytes(model.dtype, policy)
+    exact = least_bytes(model.dtype, policy)
     value = exact if policy.weight_bits == 16 else policy.value_bytes(policy.weight_bits, plain)
     weights = in_layers * value + shape.head_params * exact
     needed = weights + cached * shape.kv_bytes_per_token(1) * policy.value_bytes(policy.kv_bits, plain)
@@ -122,8 +122,8 @@ def _no_less_exact(dtype: str, others: Sequence[str]) -> list[str]:
     return [other for other in others if other == dtype or _bytes(other) > _bytes(dtype)]
 
 
-def _least_bytes(dtype: str, policy: OffloadPolicy) -> float:
-    """Of a weight that keeps its value: bfloat16 needs no more than twelve bits."""
+def least_bytes(dtype: str, policy: OffloadPolicy) -> float:
+    """Bytes of a weight that keeps its value: bfloat16 needs no more than twelve bits."""
     return 1.5 if dtype == "bfloat16" and policy.weight_format != "plain" else DTYPE_BYTES[dtype]
 
 

@@ -20,8 +20,8 @@ class DiskFile:
     """An unnamed file of `nbytes` bytes in `folder`; it is freed by `close` or when the process ends.
 
     `what`: its name in messages. `direct`: whether I/O bypasses the page cache; where the file system refuses that, the
-    cache is dropped after each transfer. Raises DiskFullError where there is no space, HarnessError
-    where it cannot be made.
+    cache is dropped after each transfer. Raises DiskFullError where there is no space,
+    HarnessError where it cannot be made.
     """
 
     def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:

@@ -131,15 +131,15 @@ class Ranks:
         )
 
     def wait_for(self, key: str, rank: int, patience_s: float) -> None:
-        """Until the rank has set the key. Raises HarnessError where it takes too long, or as `require_all`."""
+        """Until the rank has set the key. Raises HarnessError where it takes too long, or as `_require_all`."""
         deadline = time.monotonic() + patience_s
         while not self.store.check([key]):
-            self.require_all()
+            self._require_all()
             if time.monotonic() > deadline:
                 raise HarnessError(f"rank {rank} of {self.count} did not answer for {patience_s:g} s")
             time.sleep(_LOOK_S)
 
-    def require_all(self) -> None:
+    def _require_all(self) -> None:
         """Raises HarnessError, or InfeasibleError, where any rank has failed, died or shows no sign of life."""
         others = self.order[:-1] or range(1, self.count)
         for rank in others:

@@ -138,10 +138,10 @@ struct CodedPanels {
         const float *weight_scale = scales + panel * kPanel, *minimum = minima + panel * kPanel;
         const int64_t next = x.floats_apart();
         coded_block<R, C, kBits>(x.codes(row) + g * group, x.stride, codes + panel * kMost, kMost, group / 4,
-                          [&](int64_t i, int64_t j, Ints sum) {
-                            add_group(to + i * sums_ld + j, sum, scale[i * next], sum_of[i * next], weight_scale + j,
-                                      minimum + j, !g);
-                          });
+                                 [&](int64_t i, int64_t j, Ints sum) {
+                                   add_group(to + i * sums_ld + j, sum, scale[i * next], sum_of[i * next],
+                                             weight_scale + j, minimum + j, !g);
+                                 });
       });
     }
   }

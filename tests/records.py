@@ -58,7 +58,7 @@ def record(
         status="ok",
         started_at=f"2026-11-21T05:{repeat:02}:00+00:00",
         wall_s=60.0,
-        load=api.LoadReport(50272, 2048, batch, api.OffloadPolicy(gpu_batch_size=batch), dtype, (0, GIB, GIB)),
+        load=api.LoadReport(50272, 2048, batch, replace(spec.policy, gpu_batch_size=batch), dtype, (0, GIB, GIB)),
         requests=tuple(
             api.RequestTrace(str(i), 128, 16, 0, 0.0, (prefill, tokens / speed), "length", d)
             for i, d in enumerate(digests)

@@ -180,11 +180,12 @@ def test_one_stage_is_the_simulator_alone_to_the_last_bit(schedule: Schedule) ->
     assert one.throughput_tok_s == planner.predict(policy).throughput_tok_s
 
 
-SMALL = HardwareLimits(host_memory=900 << 20, disk_bandwidth=500e6, threads=1)
+#: A disk slower than a thread of the laptop multiplies, so that reading is what one rank waits for.
+SMALL = HardwareLimits(host_memory=900 << 20, disk_bandwidth=50e6, threads=1)
 
 
 def record(ranks: int):
-    """The suite `pipeline`, simulated."""
+    """The suite `pipeline` on a slower disk, simulated."""
     policy = OffloadPolicy(24, schedule="row", pipeline=ranks, weights=(0.0, 1.0, 0.0) if ranks == 4 else None)
     model = ModelSpec(OPT, "dummy", dtype="bfloat16")
     spec = RunSpec("offload", model, WorkloadSpec("synthetic", 64, 16, 24), policy, limits=SMALL)

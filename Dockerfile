@@ -44,6 +44,8 @@ COPY harness /code/harness
 COPY engines /code/engines
 COPY suites /code/suites
 COPY reports /code/reports
+# a checkout made with another umask than 022 has files that user 1000 could not read
+RUN chmod -R a+rX /code
 
 FROM base AS engine
 # HOME: where Triton keeps what it has compiled

@@ -93,7 +93,7 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
             key = record.fingerprint, record.repeat, machines[folder]
             before = in_folder.get(key)
             relabelled = before is not None and before.started_at == record.started_at  # not another launch
-            if before is not None and not relabelled and before.status not in ("ok", "interrupted"):
+            if before is not None and not relabelled and _failed(before):
                 retried.append(before)
             disturbed += key in latest and latest[key].status == "ok" and latest[key].disturbed
             in_folder[key] = latest[key] = record
@@ -112,6 +112,13 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
         tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders, machines,
         tuple(retried),
     )  # fmt: skip
+
+
+def _failed(record: RunRecord) -> bool:
+    """Whether a launch that was replaced failed; not where it told a search to go on with less."""
+    searched = bool(record.spec.tune == "max_batch" or record.spec.candidates)
+    no_memory = record.status in ("oom_host", "oom_device")
+    return record.status not in ("ok", "interrupted") and not (searched and no_memory)
 
 
 def _launch(record: RunRecord) -> tuple[str, int, str]:

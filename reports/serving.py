@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from harness.api import ServedRate, ServedRequest, Slo
 from harness.common.percentile import percentile
-from harness.common.serving_figures import attainment, cached_tokens, figures, gaps, values
+from harness.common.serving_figures import answered, attainment, cached_tokens, figures, gaps, values
 from reports import vega
 from reports.quantiles import quantile_interval
 from reports.stats import interval_of, ratio_of
@@ -39,6 +39,11 @@ class _Pooled:
     @property
     def requests(self) -> list[ServedRequest]:
         return [request for launch in self.launches for request in launch.requests]
+
+    @property
+    def unanswered(self) -> int:
+        """How many requests have no latency: refused, failed or unfinished."""
+        return sum(len(launch.requests) - len(answered(launch)) for launch in self.launches)
 
     def figure(self, name: str) -> float | None:
         """The median of a figure over the launches."""
@@ -131,10 +136,20 @@ def _rates(pooled: Sequence[_Pooled]) -> Panel:
     note = "Latencies count from when a request was due."
     note += "" if quantile is None else " Bars are 95 % intervals of the quantile over requests."
     note += " The dashed line is the objective." if limit is not None else ""
+    note += _without_answers(pooled)
     return Panel("Latency against rate", note, spec, _rates_table(pooled))
 
 
+def _without_answers(pooled: Sequence[_Pooled]) -> str:
+    """That latencies are of answered requests only, where some were not answered."""
+    missing = sum(p.unanswered for p in pooled)
+    if not missing:
+        return ""
+    return f" {missing:,} of {sum(len(p.requests) for p in pooled):,} requests were not answered: they have no latency."
+
+
 def _rates_table(pooled: Sequence[_Pooled]) -> Table:
+    lossy = any(p.unanswered for p in pooled)
     slo = pooled[0].row.spec.workload.slo
     names = [("Offered", "req/s", "offered_req_s"), ("Completed", "req/s", "completed_req_s"),
              ("Output", "tok/s", "generation_throughput_tok_s")]  # fmt: skip
@@ -142,6 +157,7 @@ def _rates_table(pooled: Sequence[_Pooled]) -> Table:
     latencies = {"First token": "ttft", "Per token": "tpot", "Normalized": "normalized"}
     names += [(f"{title} p{q}", "s", f"{short}_p{q}_s") for title, short in latencies.items() for q in (50, 99)]
     columns = [Column("Cell", numeric=False), Column("Rate", "req/s"), Column("Requests")]
+    columns += [Column("Unanswered")] if lossy else []
     columns += [Column(title, unit) for title, unit, _ in names]
     columns += [Column("Within", "%")] if slo else []
     texts = [columns_of([p.figure(key) for p in pooled]) for _, _, key in names]
@@ -149,7 +165,9 @@ def _rates_table(pooled: Sequence[_Pooled]) -> Table:
     for i, p in enumerate(pooled):
         rate = "closed loop" if p.row.spec.workload.concurrency else MISSING
         rate = "alone" if p.rate == 0 else rate if p.rate is None else number(p.rate)
-        line = [name_cell(p.row), Cell(rate), Cell(str(len(p.requests))), *(Cell(column[i]) for column in texts)]
+        line = [name_cell(p.row), Cell(rate), Cell(str(len(p.requests)))]
+        line += [Cell(str(p.unanswered))] if lossy else []
+        line += [Cell(column[i]) for column in texts]
         if slo:
             own = p.row.spec.workload.slo or slo
             shares = [attainment(launch, own) for launch in p.launches]
@@ -251,6 +269,7 @@ def _token_latencies(reported: Sequence[_Pooled]) -> Panel | None:
     )  # fmt: skip
     note = f"Of a sweep at the measured rate nearest to {_SHARE:.0%} of the highest within the objectives. Intervals "
     note += "take requests as independent, and those of a launch share its queue: treat them as the least."
+    note += _without_answers(reported)
     return Panel("Token latency", note, spec, _percentiles(reported))
 
 

@@ -2,7 +2,8 @@
 
 Faults by the first token id of a prompt: 501 answers HTTP 503, 400 answers HTTP 400, 502 drops the connection after a
 piece, 503 sends an error in the stream, 504 sends two tokens a piece, 505 answers one token whatever is asked, 506
-never ends, 507 tells of no cache, 508 sends what is no JSON, 509 sends an event of 3 MiB.
+never ends, 507 tells of no cache, 508 sends what is no JSON, 509 sends an event of 3 MiB, 510 sends the last token
+without text.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         pieces = (tokens + 1) // 2 if fault == 504 else tokens
-        for i in range(pieces):
+        for i in range(pieces - (fault == 510)):
             self._event({"choices": [self._choice(body, "x ", None)]})
             if fault == 502:
                 self.close_connection = True

@@ -255,7 +255,7 @@ class Pretend:
     def mark(self):
         return _Event(self.stream)
 
-    def join(self, event):
+    def wait_event(self, event):
         self.stream.add(event.synchronize)
 
     def upload(self, tensor):
@@ -281,7 +281,7 @@ class Pretend:
         finally:
             _here.stream = None
 
-    def keep(self, tensor):
+    def record_stream(self, tensor):
         return tensor
 
     def stamp(self):

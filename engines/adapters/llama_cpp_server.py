@@ -1,12 +1,11 @@
 """Starts llama.cpp's server: the one built for this CPU, in a process of its own, or the prebuilt package's."""
 
+import http.client
 import json
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,11 +88,14 @@ class NativeServer:
             time.sleep(0.05)
 
     def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)  # never through a proxy
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):  # not listening yet, or still loading
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):  # not listening yet
             return False
+        finally:
+            connection.close()
 
     def require_alive(self) -> None:
         """Raises HarnessError with the log's last line where the server has ended."""

@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -23,6 +25,8 @@ _VERSIONS = (("/version", "version"), ("/props", "build_info"), ("/get_server_in
 _WAIT_S = 0.05
 #: How long after a connection was lost its server's process may take to end.
 _ENDS_S = 0.2
+#: Names of this host, which no proxy knows.
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Positions that llama.cpp's server keeps free in each sequence.
 _SPARE = 16
 
@@ -110,11 +114,20 @@ class OpenAiApiEngine(api.OnlineEngine):
         """Starts the server; returns its address."""
         port = free_port()
         threads = limits.threads or usable_cpus()
+        # each by itself: the files of a hub's folder are links to elsewhere
+        folder = sorted(Path(model.path).iterdir()) if self._launch.image and model.path else []
+        files = {str(file): file.resolve() for file in folder if file.exists()}
+
+        def gguf() -> Path:
+            path = _gguf(model, job).absolute()
+            files[str(path)] = path.resolve()
+            return path
+
         values: dict[str, Callable[[], object]] = {
             **PLACES,
             "port": lambda: port,
             "model": lambda: model.path,
-            "gguf": lambda: _gguf(model, job),
+            "gguf": gguf,
             "context": lambda: job.max_sequence,
             "contexts": lambda: (job.max_sequence + _SPARE) * policy.block_size,
             "batch": lambda: policy.block_size,
@@ -122,7 +135,8 @@ class OpenAiApiEngine(api.OnlineEngine):
             "memory": lambda: limits.host_memory or 0,
         }
         launch = Launch(self._launch.command, self._launch.image, limits.gpu)
-        self._server = ServerProcess(launch, launch.words(values), model.path, job.scratch / "server.log")
+        words = launch.words(values)  # first: it may make the GGUF file
+        self._server = ServerProcess(launch, words, files, job.scratch / "server.log")
         return f"http://127.0.0.1:{port}"
 
     def submit(self, request: api.GenerationRequest) -> None:
@@ -204,7 +218,7 @@ class OpenAiApiEngine(api.OnlineEngine):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _open(self, key: str) -> aiohttp.ClientSession:
-        return client(key, local=self._server is not None)
+        return client(key, local=urlsplit(self._url).hostname in _LOOPBACK)
 
     async def _answers(self) -> bool:
         try:
@@ -301,7 +315,7 @@ def _wait_for_given(healthy: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def _gguf(model: api.LocalModel, job: api.Job) -> object:
+def _gguf(model: api.LocalModel, job: api.Job) -> Path:
     """The checkpoint as a GGUF file of its own dtype."""
     from engines.models.gguf_writer import to_gguf
 

@@ -53,7 +53,7 @@ async def complete(
     """Asks for one streamed completion. Raises RequestFailed."""
     pieces: list[float] = []
     usage: Mapping[str, Any] = {}
-    finish = None
+    finish = ended = None
     last_empty = False
     try:
         async with http.post(url, json=body) as response:
@@ -66,7 +66,8 @@ async def complete(
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     text = choice.get("text") or (choice.get("delta") or {}).get("content")
-                    finish = choice.get("finish_reason") or finish
+                    if choice.get("finish_reason"):
+                        finish, ended = choice["finish_reason"], None if text else now()
                     if text or not (choice.get("finish_reason") or (choice.get("delta") or {}).get("role")):
                         pieces.append(now())
                         last_empty = not text
@@ -80,6 +81,8 @@ async def complete(
     generated = usage.get("completion_tokens", len(pieces))
     if last_empty and len(pieces) > generated:
         pieces.pop()
+    if ended is not None and generated and len(pieces) == generated - 1:  # the last token has no text of its own
+        pieces.append(ended)
     if not pieces or not generated:
         raise RequestFailed("the server answered without a token")
     times = spread(pieces, generated)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from engines.common.tied_process import start_tied, stop_tied
 from harness.api import HarnessError, UnsupportedError
+from harness.common.server_containers import named_container
 
 #: Seconds that a server gets to end by itself.
 _GRACE_S = 10.0
@@ -49,20 +49,23 @@ class Launch:
 
 class ServerProcess:
     """A server that this process has started, in a process group of its own, charged to the same limits; a container
-    is not. Raises UnsupportedError where the program is not there."""
+    is not. `files`: what a container sees of this host, by the path inside. Raises UnsupportedError where the program
+    is not there."""
 
-    def __init__(self, launch: Launch, words: Sequence[str], model: str, log: Path) -> None:
+    def __init__(self, launch: Launch, words: Sequence[str], files: Mapping[str, Path], log: Path) -> None:
         self._log = log
-        self._container = f"offload-harness-{uuid.uuid4().hex[:12]}" if launch.image else ""
+        self._container = named_container(log.parent) if launch.image else ""
         if launch.image:
-            gpus = ["--gpus", "all"] if launch.gpu else []
-            mount = ["--volume", f"{model}:{model}:ro"] if model else []
-            words = ["docker", "run", "--rm", "--name", self._container, "--network", "host", "--ipc", "host", *gpus,
-                     *mount, launch.image, *words]  # fmt: skip
+            gpus = ["--gpus", _devices()] if launch.gpu else []
+            mounts = [word for inside, source in files.items() for word in ("--mount", _bind(inside, source))]
+            # an image that is not there would be downloaded within the time that the server gets to start
+            words = ["docker", "run", "--rm", "--name", self._container, "--pull", "never", "--network", "host",
+                     "--ipc", "host", *gpus, *mounts, launch.image, *words]  # fmt: skip
         if not words or not (program := shutil.which(words[0])):
             raise UnsupportedError(f"options.command: there is no program {(words or [''])[0]!r}; install it, or give "
                                    "its path")  # fmt: skip
-        self._process = start_tied([program, *words[1:]], log)
+        last = [program, "rm", "--force", self._container] if self._container else []
+        self._process = start_tied([program, *words[1:]], log, last)
 
     def require_alive(self, soon_s: float = 0.0) -> None:
         """Raises HarnessError with the log's last line where the server has ended, or does so within `soon_s`."""
@@ -97,6 +100,18 @@ class ServerProcess:
             subprocess.run(["docker", "stop", "--time", f"{_GRACE_S:.0f}", self._container], capture_output=True,
                            check=False)  # fmt: skip
         stop_tied(self._process, _GRACE_S)
+
+
+def _bind(inside: str, source: Path) -> str:
+    """A mount as Docker's client takes it: a line of CSV, as paths may hold commas and colons."""
+    fields = ("type=bind", f"source={source}", f"target={inside}", "readonly")
+    return ",".join('"' + field.replace('"', '""') + '"' for field in fields)
+
+
+def _devices() -> str:
+    """Those that a child process would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f'"device={visible}"' if visible else "all"
 
 
 def free_port() -> int:

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from engines.common.work_memory import CONTEXT_BYTES
-from harness.api import HardwareLimits, UnsupportedError
+from harness.api import HardwareLimits, InfeasibleError, UnsupportedError
+
+#: Libraries of products take some 32 MiB of it by themselves.
+_LEAST_BYTES = 64 << 20
 
 
 def device_budget(limits: HardwareLimits) -> int | None:
     """Caps torch's allocator in this process and returns the cap in bytes: `limits.device_memory` less
     `context_bytes`.
 
-    None where the cell has no device. Raises UnsupportedError where the machine has no CUDA device, or a smaller one.
+    None where the cell has no device. Raises UnsupportedError where the machine has no CUDA device, or a smaller one,
+    InfeasibleError where next to nothing is left.
     """
     if limits.device_memory is None:
         return None
@@ -31,7 +35,12 @@ def device_budget(limits: HardwareLimits) -> int | None:
             f"limits.device_memory is {limits.device_memory / 2**20:.0f} MiB, the device has {whole / 2**20:.0f} MiB: "
             "lower the limit"
         )
-    budget = max(0, limits.device_memory - context_bytes())
+    budget = limits.device_memory - context_bytes()
+    if budget < _LEAST_BYTES:
+        raise InfeasibleError(
+            f"limits.device_memory is {limits.device_memory / 2**20:.0f} MiB, of which CUDA itself takes "
+            f"{context_bytes() / 2**20:.0f} MiB here: raise the limit"
+        )
     torch.cuda.set_per_process_memory_fraction(budget / whole)
     return budget
 

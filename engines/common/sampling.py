@@ -21,6 +21,8 @@ from harness.api import SamplingParams, TokenLogprob
 
 #: The lowest temperature that float32 scores are divided by; sampling is greedy well above it.
 _MIN_TEMPERATURE = 1e-6
+#: Characters at the begin of a decoded end of a text that may differ from those in the whole text.
+_CONTEXT = 8
 #: Of one row: none of the settings of `RowSampler.token` looks at earlier tokens.
 _NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
@@ -117,11 +119,25 @@ def finish_reason(
         return None
     if generated[-1] in eos and not sampling.ignore_eos:
         return "stop"
-    if sampling.stop and decode is not None:
+    if sampling.stop and decode is not None and _ends_with_any(sampling.stop, generated, decode):
         too_early = len(decode(generated[: sampling.min_tokens - 1])) if sampling.min_tokens > 1 else 0
         if sampling.stop_at(decode(generated), too_early) is not None:
             return "stop"
     return "length" if len(generated) >= sampling.max_tokens else None
+
+
+def _ends_with_any(stops: Sequence[str], generated: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Whether one of the stop strings may have come with the last token. Of a long text only its end is decoded, so a
+    late token takes as long as an early one; what is written for the first tokens of that may depend on those before.
+    """
+    characters = max(map(len, stops)) + _CONTEXT
+    count, last = characters + 1, len(decode(generated[-1:]))
+    while count < len(generated):
+        end = decode(generated[-count:])
+        if len(end) - last >= characters:
+            return any(stop in end for stop in stops)
+        count *= 2  # parts of characters, and special tokens that are not shown
+    return True
 
 
 def token_logprob(log_probs: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:

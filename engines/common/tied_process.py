@@ -11,13 +11,26 @@ from pathlib import Path
 
 #: Runs its arguments in its process group, which it kills when its standard input ends: the kernel closes the other end
 #: with the process that holds it. A signal for the death of a parent would reach a compiler's driver, not its passes.
+#: The first argument says how many of the next are a command to be run before that, once the program is killed.
 _GUARD = """
 import os, signal, subprocess, sys, threading
+count = int(sys.argv[1])
+last, command = sys.argv[2 : 2 + count], sys.argv[2 + count :]
+orphaned = threading.Event()
 def watch():
     os.read(0, 1)
-    os.killpg(0, signal.SIGKILL)
+    orphaned.set()
+    try:
+        if last:
+            program.kill()
+            subprocess.run(last, stdin=subprocess.DEVNULL, timeout=60)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+program = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 threading.Thread(target=watch, daemon=True).start()
-code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
+code = program.wait()
+if orphaned.is_set():
+    signal.pause()
 os._exit(code if code >= 0 else 128 - code)
 """
 #: Becomes its arguments, after it asked Linux for SIGKILL at the death of the process whose id comes first.
@@ -40,7 +53,7 @@ def run_tied(command: Sequence[str], scratch: Path, timeout_s: float) -> None:
     try:
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [*_PYTHON, _GUARD, *command],
+                [*_PYTHON, _GUARD, "0", *command],
                 stdin=reading, stdout=sink, stderr=sink, env=os.environ | {"TMPDIR": str(scratch)}, process_group=0,
             )  # fmt: skip
         try:
@@ -59,13 +72,14 @@ def run_tied(command: Sequence[str], scratch: Path, timeout_s: float) -> None:
             log.unlink()
 
 
-def start_tied(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a program that goes on, in a process group of its own, which is killed when this process ends. Its output
-    goes to `log`. Raises OSError."""
+def start_tied(command: Sequence[str], log: Path, last: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Starts a program that goes on, in a process group of its own, which is killed when this process ends; the command
+    `last` is run before that, for what no signal reaches. Its output goes to `log`. Raises OSError."""
     with log.open("wb") as sink:
         return subprocess.Popen(
-            [*_PYTHON, _GUARD, *command], stdin=subprocess.PIPE, stdout=sink, stderr=sink, process_group=0
-        )
+            [*_PYTHON, _GUARD, str(len(last)), *last, *command],
+            stdin=subprocess.PIPE, stdout=sink, stderr=sink, process_group=0,
+        )  # fmt: skip
 
 
 def stop_tied(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -51,6 +51,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     offloaded_layers = meta_model.layers() if backend.moves_activations else ()
     tiles, compute_bytes = needs.tiles, needs.compute_bytes
     kernel = backend.kernels.attention(needs.cache, sparse)
+    # each option was planned on this backend, which goes by its last plan: plan the chosen one again
     plan = backend.plan(needs, gemm, partial(unwritten_bytes, request, meta_model, tiles))
 
     # weights
@@ -78,8 +79,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     cache = backend.kv_cache(throttle, stack)
     offload = None
     if backend.moves_activations:
-        batches = policy.num_gpu_batches * policy.nano_count
-        activations = backend.activations(batches, rows, model.shape.hidden * compute_bytes, throttle)
+        activations = backend.activations(policy.batches_per_pass, rows, model.shape.hidden * compute_bytes, throttle)
         offload = ActivationOffload(offloaded_layers, activations, backend.placement().activations[2])
         stack.callback(offload.close)
     call_directly(meta_model.module)
@@ -100,7 +100,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     ]
     overlaps: Sequence[AttentionOverlap] = ()
     kernel_beside = kernel
-    if policy.nano_count > 1 and policy.nano_overlap:
+    if policy.overlaps_nano_batches:
         overlaps, policy, note = _overlaps(meta_model, tiles, plan, policy, stream.slots)
         notes.append(note)
         if (order := policy.nano_order) and order.attention < 1:
@@ -138,7 +138,7 @@ def _copied_ahead(
 ) -> list[int]:
     """Indices of the tiles to read before a pass of so many rows has routed any."""
     likely = usage.likely(streamed, rows)
-    return likely if host is None else host.split.to_copy(likely, rows, policy.num_gpu_batches * policy.nano_count)
+    return likely if host is None else host.split.to_copy(likely, rows, policy.batches_per_pass)
 
 
 def _torch_threads(

@@ -72,7 +72,7 @@ class ModelRunner:
         finally:
             self._former.forget()
             self.loaded.settle()
-            timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
+            timeline.prefix_hit_tokens = self.loaded.counts.prefix_hit_tokens - before
             self.loaded.expert_counts.keep()
 
     def job_budget(self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int, share: Share) -> PrefillBudget:
@@ -88,7 +88,7 @@ class ModelRunner:
 
     def require_blocks(self, what: str, tokens: int) -> None:
         """Raises InfeasibleError naming `what` if the cache can never hold its `tokens` tokens."""
-        blocks = min(self.loaded.cache.most_of_a_sequence, *(share.blocks.num_blocks for share in self.shares))
+        blocks = min(self.loaded.cache.max_blocks_per_sequence, *(share.blocks.num_blocks for share in self.shares))
         if blocks_for(tokens) > blocks:
             raise InfeasibleError(
                 f"{what}: its {tokens} tokens can never fit a cache of {blocks} blocks; "
@@ -108,6 +108,8 @@ class ModelRunner:
     def close(self) -> None:
         """Ends the kernels' threads. Idempotent."""
         self._executor.close()
+        if self.loaded.host_experts is not None:  # of a pass that failed, its thread may still multiply on the pool
+            self.loaded.host_experts.close()
         self._kernels.close()
 
     def ranks(self) -> EngineTrace:

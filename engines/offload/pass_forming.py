@@ -78,9 +78,9 @@ class PassFormer:
         return [PackedBatch(i, *each, hidden) for i, each, hidden in zip(ids, metadata, entering, strict=True)]
 
     def _form(self, scheduler: Scheduler[S], now_s: float, ahead: bool) -> Flight[S]:
-        counts, before = self._loaded.counts, (scheduler.shared_tokens, scheduler.preemptions)
+        counts, before = self._loaded.counts, (scheduler.prefix_hit_tokens, scheduler.preemptions)
         scheduled = scheduler.next_pass(now_s, ahead)
-        counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
+        counts.prefix_hit_tokens += scheduler.prefix_hit_tokens - before[0]
         counts.preemptions += scheduler.preemptions - before[1]
         policy = self._loaded.policy
         nano = policy.nano_count, policy.nano_order, policy.cpu_attention

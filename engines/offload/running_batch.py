@@ -23,7 +23,7 @@ class Attending:
     launched: Event
 
     def wait(self, device: Device) -> torch.Tensor:
-        device.join(self.launched)
+        device.wait_event(self.launched)
         return self.task.wait()
 
 

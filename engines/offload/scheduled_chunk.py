@@ -23,7 +23,7 @@ class ActiveSequence:
         self.arrival_s = arrival_s
         self.start_s = -1.0
         self.times: list[float] = []
-        self.found_tokens: int | None = None  # cached when it was first admitted
+        self.prefix_hit_tokens: int | None = None  # cached when it was first admitted
         self._steps = steps
 
     @property

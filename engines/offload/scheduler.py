@@ -24,10 +24,10 @@ class Scheduler(ABC, Generic[S]):
     """Forms passes. `next_pass` allocates the KV blocks of its chunks, `advance` ends it; `finish` frees a sequence's
     blocks. `changes` counts the sequences that came and went: as long as it stays, so does the next pass.
 
-    A sequence whose prefix is cached starts with the cached blocks. `shared_tokens` counts the prompt tokens that this
-    saves, `preemptions` how often a running sequence lost its blocks to an older one. `waiting` sequences are not
-    admitted, by arrival. At most `max_logits` rows of logits are computed for a batch and pass. Admission counts with
-    the most tokens that sequences may generate, or with an `average`; one that was preempted is not guessed again.
+    A sequence whose prefix is cached starts with the cached blocks. `prefix_hit_tokens` counts the prompt tokens that
+    this saves, `preemptions` how often a running sequence lost its blocks to an older one. `waiting` sequences are not
+    admitted, by arrival. At most `max_logits` rows of logits are computed for a batch and pass. Admission assumes that
+    sequences generate their maximum, or an `average`; one that was preempted counts with its maximum from then on.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Scheduler(ABC, Generic[S]):
         self._average = average
         self._preempted: set[S] = set()  # at least once
         self._demand: BlockDemand | None = None  # of the running ones; None where they have changed since
-        self.shared_tokens = self.preemptions = self.changes = 0
+        self.prefix_hit_tokens = self.preemptions = self.changes = 0
 
     @property
     def next_arrival_s(self) -> float | None:
@@ -102,19 +102,21 @@ class Scheduler(ABC, Generic[S]):
         sequence = self.waiting[0]
         hashes = self._hashes.setdefault(sequence, [])
         extend_block_hashes(sequence.tokens, hashes, sequence.cacheable_tokens)
-        prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
+        cacheable = hashes[: sequence.cacheable_tokens // BLOCK_SIZE]
+        prefix = self._cache.match_prefix(cacheable)
         if not self._fits(demand := self._demand_with(sequence, prefix)):
             return None
-        missing = hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE]
+        missing = cacheable[len(prefix) :]
         if ahead and self._cache.may_restore(missing):
             raise MustReadError
-        self.running[self.waiting.popleft()], self._demand = prefix, demand
+        self.waiting.popleft()
+        self.running[sequence], self._demand = prefix, demand
         self._cache.ref(prefix)
         sequence.block_table = [*prefix, *self._cache.restore(missing)]
         sequence.cached = len(sequence.block_table) * BLOCK_SIZE
-        if sequence.found_tokens is None:  # a preempted sequence may find blocks of its first run
-            sequence.found_tokens = sequence.cached
-            self.shared_tokens += sequence.cached
+        if sequence.prefix_hit_tokens is None:  # a preempted sequence may find blocks of its first run
+            sequence.prefix_hit_tokens = sequence.cached
+            self.prefix_hit_tokens += sequence.cached
         return sequence
 
     def _demand_with(self, sequence: S, prefix: Sequence[int]) -> BlockDemand:

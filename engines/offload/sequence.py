@@ -75,7 +75,7 @@ class Generation(ActiveSequence):
             prompt_tokens=len(self.request.prompt),
             finish_reason="cancelled" if cancelled else self._reason or "length",
             logprobs=tuple(self._sampler.logprobs[0]),
-            cached_tokens=self.found_tokens or 0,
+            cached_tokens=self.prefix_hit_tokens or 0,
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 

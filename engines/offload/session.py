@@ -83,7 +83,7 @@ class Session:
         """
         return [*self.begin(), *self.finish()]
 
-    def flying(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a pass was begun and has not ended."""
         return self._flight is not None
 

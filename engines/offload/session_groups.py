@@ -22,7 +22,7 @@ class SessionGroups:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._sessions = sessions
-        self._flying: deque[Session] = deque()
+        self._in_flight: deque[Session] = deque()
 
     def clock(self) -> float:
         """Seconds since the sessions began."""
@@ -51,12 +51,12 @@ class SessionGroups:
         events: list[Event] = []
         try:
             for session in self._sessions:
-                if not session.flying():
+                if not session.in_flight():
                     events += session.begin()
-                    if session.flying():
-                        self._flying.append(session)
-            if self._flying:
-                events += self._flying.popleft().finish()
+                    if session.in_flight():
+                        self._in_flight.append(session)
+            if self._in_flight:
+                events += self._in_flight.popleft().finish()
         except BaseException:
             self.close()
             raise
@@ -64,7 +64,7 @@ class SessionGroups:
 
     def close(self) -> None:
         """Drops all requests and frees their KV blocks. Idempotent."""
-        self._flying.clear()
+        self._in_flight.clear()
         for session in self._sessions:
             session.close()
 

@@ -86,7 +86,7 @@ class Timeline:
         self._most_rows = -1
         self._last: deque[Sequence[Span]] = deque(maxlen=self.under_way)
         self.kept: tuple[Span, ...] = ()
-        self.passes = self.rows = self.shared_tokens = 0
+        self.passes = self.rows = self.prefix_hit_tokens = 0
         self.wait_s = self.load_s = self.compute_s = self.idle_s = 0.0
         self.tasks: dict[str, float] = {}
 
@@ -188,7 +188,7 @@ class Timeline:
         metrics = {
             "passes": float(self.passes),
             "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
-            "shared_prompt_tokens": float(self.shared_tokens),
+            "shared_prompt_tokens": float(self.prefix_hit_tokens),
             **{f"{task}_s": seconds for task, seconds in self.tasks.items()},
         }
         if self.idle_s:

@@ -283,11 +283,10 @@ class ClosedFormPlanner:
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
         """The engine under a policy: while the host attends, the device needs another batch to multiply."""
-        several = policy.num_gpu_batches > 1 or (policy.nano_count > 1 and policy.nano_overlap)
         return replace(
             self.engine,
             overlap=self.engine.overlap if policy.overlap else "none",
-            parallel_attention=self.engine.parallel_attention and several and self.machine.has_device,
+            parallel_attention=self.engine.parallel_attention and policy.has_batch_beside and self.machine.has_device,
         )
 
     def _disk_read(self, peak: TierBytes) -> float:

@@ -8,7 +8,7 @@ from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import faster
 from engines.planning.planned_job import PlannedJob
 from engines.planning.planners import planner_for
-from engines.planning.threads import one_of
+from engines.planning.threads import rank_share
 from engines.planning.workload import Lengths
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
 from harness.common.curve import interpolate
@@ -67,7 +67,7 @@ def _profile_at_launch(
         machine = merged(machine, record.machine_after)
     if machine is not None and machine.disk_read:
         disk = replace(disk, read=statistics.median(machine.disk_read))
-    profile, at_once = one_of(replace(profile, disk=disk), record.spec.policy.pipeline, record.spec.limits)
+    profile, at_once = rank_share(replace(profile, disk=disk), record.spec.policy.pipeline, record.spec.limits)
     host = _host_at_launch(profile.host, machine, dtype)
     return None if host is None else replace(profile, host=host), at_once
 

@@ -31,9 +31,8 @@ class PassWalk(ABC):
         self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(attends)}
         #: The last tile of each layer but the last.
         self._ends = {spans[layer * per_layer - 1].stop - 1 for layer in range(1, layers)}
-        overlapped = policy.nano_count > 1 and policy.nano_overlap
         held = min(slots, sum(streamed))
-        overlaps = attention_overlaps(spans, files, attends, streamed, held) if overlapped else ()
+        overlaps = attention_overlaps(spans, files, attends, streamed, held) if policy.overlaps_nano_batches else ()
         order = policy.nano_order
         if order and tiles_held(pass_ops(streamed, spans, order.nano_batches, overlaps, order)) >= max(1, held):
             order = None

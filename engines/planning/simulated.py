@@ -16,7 +16,7 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.planners import planner_for
 from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.thread_control import policy_threads
-from engines.planning.threads import limited, one_of
+from engines.planning.threads import limited, rank_share
 from engines.planning.workload import Lengths, model_weight_bytes
 from harness import api
 from harness.api import services
@@ -118,7 +118,7 @@ class _Cell:
         ranks: int = spec.policy.pipeline
         at_once: float | None = None
         if ranks > 1 and profile.device is None:
-            profile, at_once = one_of(whole, ranks, spec.limits)
+            profile, at_once = rank_share(whole, ranks, spec.limits)
         self._spec = spec
         self._model = model
         self._profile = profile

@@ -44,7 +44,7 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     return replace(profile, host=host, device=device, disk=disk)
 
 
-def one_of(profile: HardwareProfile, ranks: int, limits: HardwareLimits) -> tuple[HardwareProfile, float]:
+def rank_share(profile: HardwareProfile, ranks: int, limits: HardwareLimits) -> tuple[HardwareProfile, float]:
     """What one of so many ranks has that share a machine, each under the limits of a cell; and how many of them can
     compute at full speed at a time. They divide its memory, its disk and, where the limits set no threads, its cores.
     """

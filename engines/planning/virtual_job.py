@@ -36,7 +36,7 @@ class ScheduledGroup(Group[Work]):
             return None
         batches = [part for batch in self.scheduler.next_pass(now) for part in split(batch, *self._nano)]
         if not batches:
-            raise HarnessError("no sequence can go on: the cache is too small for what was let in")
+            raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
         return batches
 
     def end(self, work: Work, now: float) -> None:
@@ -83,5 +83,5 @@ def run_job(
         return row_bytes * sum(chunk.count for batch in work for chunk in batch)
 
     visits = run_pipeline(stages, links or [VirtualLink() for _ in stages], formed, nbytes)
-    last.timeline.shared_tokens = sum(group.scheduler.shared_tokens for group in formed)
+    last.timeline.prefix_hit_tokens = sum(group.scheduler.prefix_hit_tokens for group in formed)
     return visits

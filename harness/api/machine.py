@@ -17,6 +17,11 @@ def mean_cached_length(lengths: Iterable[tuple[int, int]]) -> int:
     return sum(means) // len(means)
 
 
+def mean_generated(lengths: Sequence[tuple[int, int]]) -> int:
+    """The mean number of generated tokens over requests of (prompt, generated) tokens."""
+    return sum(generated for _, generated in lengths) // len(lengths)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, from which FLOPs, weight bytes and KV bytes follow.

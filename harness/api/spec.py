@@ -103,6 +103,21 @@ class OffloadPolicy:
             return None
         return NanoOrder.parse(self.nano_batches)
 
+    @property
+    def overlaps_nano_batches(self) -> bool:
+        """Whether the attention of one nano-batch runs beside the products of another."""
+        return self.nano_count > 1 and self.nano_overlap
+
+    @property
+    def has_batch_beside(self) -> bool:
+        """Whether there is another batch to multiply while the host attends for one."""
+        return self.num_gpu_batches > 1 or self.overlaps_nano_batches
+
+    @property
+    def batches_per_pass(self) -> int:
+        """Batches of a pass at most, nano-batches counted singly."""
+        return self.num_gpu_batches * self.nano_count
+
     def float_dtype(self, engine: str, stored: Dtype) -> Dtype:
         """The dtype that `engine`, which has no int8 arithmetic, computes in; `stored`, the model's, for auto. Raises
         UnsupportedError for int8."""

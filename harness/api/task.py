@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from harness.api.engine import GenerationRequest, Score
-from harness.api.machine import mean_cached_length
+from harness.api.machine import mean_cached_length, mean_generated
 
 #: Progress: called with the number of examples that are ready, and of all.
 Report = Callable[[int, int], None]
@@ -85,7 +85,7 @@ class Questions:
     @property
     def mean_new(self) -> int:
         """Mean number of a sequence's new tokens."""
-        return sum(new for _, new in self.lengths) // len(self.lengths)
+        return mean_generated(self.lengths)
 
 
 @dataclass(frozen=True)

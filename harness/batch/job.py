@@ -20,7 +20,7 @@ from harness.api import (
     RefusedEvent,
     RunSpec,
 )
-from harness.api.machine import mean_cached_length
+from harness.api.machine import mean_cached_length, mean_generated
 from harness.common.classify import classify
 from harness.common.files import os_errors
 from harness.common.host_memory import free_memory
@@ -85,8 +85,7 @@ class Lengths:
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]]) -> "Lengths":
         """Those of sequences with so many prompt and new tokens."""
-        mean_new = sum(new for _, new in lengths) // len(lengths)
-        return cls(max(map(sum, lengths)), max(1, mean_cached_length(lengths)), mean_new)
+        return cls(max(map(sum, lengths)), max(1, mean_cached_length(lengths)), mean_generated(lengths))
 
 
 class Answerer(Protocol):

@@ -198,6 +198,7 @@ def _pack(root: Path, stage: str, wheels: Path | None, target: Any) -> None:
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = ""
         entry.mtime = 0
+        entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644  # whatever the checkout's umask was
         return entry
 
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as tar:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.api import Exchange, HarnessError, Outcome, Refusal, RunSpec, WorkerRequest
 from harness.common.regular_file import open_regular
+from harness.common.server_containers import remove_containers
 from harness.launchers.links.network import Network, network
 from harness.launchers.memory import make_group
 from harness.launchers.protocol import WORKER
@@ -67,6 +68,7 @@ class ProcessSandbox:
                     os.killpg(process.pid, signal.SIGKILL)
                 group.kill()
                 exit_code = process.wait()
+                remove_containers(exchange.folder / "scratch")
             return Outcome(
                 read_result(exchange.folder),
                 exit_code,

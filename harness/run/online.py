@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness import api, registry
-from harness.api.machine import mean_cached_length
+from harness.api.machine import mean_cached_length, mean_generated
 from harness.common.percentile import percentile
-from harness.common.serving_figures import LATE_S, figures, within
+from harness.common.serving_figures import LATE_S, answered, figures, within
 from harness.run.early_stop import EarlyStop
 from harness.run.load_plan import LoadPlan
 from harness.run.load_test import LoadTest, lags_of
@@ -29,8 +29,8 @@ def sequence_lengths(spec: api.RunSpec) -> tuple[int, int, int]:
         for turn in conversation.turns:
             lengths.append((before + len(turn.prompt), turn.max_tokens))
             before += len(turn.prompt) + turn.max_tokens
-    new = sum(generated for _, generated in lengths) // len(lengths)
-    return workload.rounds * (workload.prompt_len + workload.gen_len), mean_cached_length(lengths), new
+    longest = workload.rounds * (workload.prompt_len + workload.gen_len)
+    return longest, mean_cached_length(lengths), mean_generated(lengths)
 
 
 @dataclass
@@ -57,15 +57,18 @@ class OnlineRun:
                                    f"{self.load.max_context}: lower prompt_len, gen_len or rounds")  # fmt: skip
         workload = self.spec.workload
         if workload.rate != "sweep":
-            return (self._measure(workload.rate, None, f"serving {workload.words.partition(',')[0]}"),)
+            return (self._measure(workload.rate, f"serving {workload.words.partition(',')[0]}"),)
         alone = self._alone()
         if workload.slo is not None and not within(alone, workload.slo):
             return (alone,)  # more requests at once only make it slower
         request_s = alone.requests[0].end_to_end_s if alone.requests and alone.requests[0].outcome == "ok" else 1.0
-        return tuple(sweep(self._swept, first_rate(request_s), workload.slo))
+        rates = tuple(sweep(self._swept, first_rate(request_s), workload.slo))
+        if any(map(answered, rates)):
+            return rates
+        return (alone, *(rate for rate in rates if rate.requests))
 
     def _swept(self, rate: float) -> api.ServedRate:
-        return self._measure(rate, rate, f"serving {rate:.3g} requests/s")
+        return self._measure(rate, f"serving {rate:.3g} requests/s", swept=True)
 
     def _alone(self) -> api.ServedRate:
         """One conversation without any other: its rate is 0."""
@@ -73,15 +76,16 @@ class OnlineRun:
         plan = LoadPlan(registry.arrivals(workload).conversations(self.load.vocab, self.spec.seed, 1e-9), 1, 1)
         return api.ServedRate(0.0, 0.0, self._drive(plan, None, "serving one request", workload.rounds))
 
-    def _measure(self, rate: float | None, drawn_at: float | None, phase: str) -> api.ServedRate:
-        """One rate. In a sweep, what is not answered after twice the time of the arrivals is cancelled: beyond
-        saturation the queue takes for ever."""
+    def _measure(self, rate: float | None, phase: str, swept: bool = False) -> api.ServedRate:
+        """One rate. In a sweep requests are drawn for the rate, and what is unanswered after twice the time of the
+        arrivals is cancelled: beyond saturation the queue grows without end."""
         workload = self.spec.workload
+        drawn_at = rate if swept else None
         source = registry.arrivals(workload).conversations(self.load.vocab, self.spec.seed, drawn_at)
         count = None if workload.num_requests == "auto" else workload.num_requests
         window = math.inf if workload.duration_s is None else workload.duration_s
         plan = LoadPlan(source, workload.concurrency, count, window)
-        expected = count or round((rate or 0.0) * window) if window < math.inf or count else 0
+        expected = count or (round((rate or 0.0) * window) if window < math.inf else 0)
         deadline = None
         if drawn_at is not None:
             deadline = 2 * (window if window < math.inf else (count or 0) / drawn_at)

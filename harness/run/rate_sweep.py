@@ -27,15 +27,21 @@ def sweep(measure: Measure, start: float, slo: Slo | None) -> list[ServedRate]:
 
     Doubles the rate from `start` until it is not within the objectives, or throughput does not rise: without
     objectives only the latter. Where `start` is not within them, halves it until a rate is. Bisects between the
-    highest rate within them and the lowest that is not, in equal ratios.
+    highest rate within them and the lowest that is not, in equal ratios. Rates at which nobody came within the time of
+    arrivals say nothing: those that begin a sweep are left out, and one that halves ends there.
     """
-    measured = [measure(start)]
+    measured = [_first_with_requests(measure, start)]
     if slo is None:
-        while len(measured) <= _MOST_STEPS and _rises(measured):
+        while len(measured) <= _MOST_STEPS and measured[-1].requests and _rises(measured):
             measured.append(measure(2 * _rate(measured[-1])))
         return measured
     good = within(measured[0], slo)
-    while len(measured) <= _MOST_STEPS and within(measured[-1], slo) == good and (not good or _rises(measured)):
+    while (
+        len(measured) <= _MOST_STEPS
+        and measured[-1].requests
+        and within(measured[-1], slo) == good
+        and (not good or _rises(measured))
+    ):
         measured.append(measure(_rate(measured[-1]) * (2 if good else 0.5)))
     inside = [_rate(m) for m in measured if within(m, slo)]
     outside = [_rate(m) for m in measured if not within(m, slo)]
@@ -48,6 +54,15 @@ def sweep(measure: Measure, start: float, slo: Slo | None) -> list[ServedRate]:
             low = _rate(measured[-1])
         else:
             high = _rate(measured[-1])
+    return measured
+
+
+def _first_with_requests(measure: Measure, start: float) -> ServedRate:
+    measured = measure(start)
+    for _ in range(_MOST_STEPS):
+        if measured.requests:
+            break
+        measured = measure(2 * _rate(measured))
     return measured
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import api, registry
-from harness.api.machine import mean_cached_length
+from harness.api.machine import mean_cached_length, mean_generated
 from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.common.disk_rate import sequential_read_rates
@@ -205,6 +205,10 @@ class _Run:
             simulated=capabilities.simulated,
         )
         with closing(engine):
+            if capabilities.remote and not spec.workload.online:
+                raise api.UnsupportedError(
+                    f"engine {spec.engine} tells no token ids: give it a workload of kind arrivals or conversation"
+                )
             questions = None if self._work.questions is None else read_questions(self._work.questions)
             load = self._load(engine, capabilities, questions)
             self._warm_up(engine, load)
@@ -257,8 +261,7 @@ class _Run:
         else:
             own = (spec.workload.prompt_len, spec.workload.gen_len)
             lengths = registry.lengths(spec.workload) or [own]
-            longest, mean = sum(own), mean_cached_length(lengths)
-            new = sum(generated for _, generated in lengths) // len(lengths)
+            longest, mean, new = sum(own), mean_cached_length(lengths), mean_generated(lengths)
         report = partial(self._events.emit, "load")
         job = api.Job(scratch, self._work.cache, longest, mean, report, mean_new=new)
         with self._probed("load"):

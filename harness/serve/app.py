@@ -20,9 +20,9 @@ from harness.serve.batches import Batches, add_batch_routes, add_file_routes
 from harness.serve.bodies import whole_body
 from harness.serve.described import ERRORS, generation, json_body
 from harness.serve.errors import error
+from harness.serve.event_relay import EventRelay
 from harness.serve.metrics import Metrics
 from harness.serve.origins import is_foreign, is_loopback
-from harness.serve.post import Post
 from harness.serve.requests import Asked, RequestError, no_model, parse, requests_for
 from harness.serve.running import Running
 from harness.serve.served import Served
@@ -41,8 +41,8 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     app = FastAPI(title="harness serve", openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=ERRORS)
     metrics = Metrics(lambda: served.loop.stats)
     numbers = itertools.count(1)
-    post = Post()
-    served.loop.after_step = post.send
+    relay = EventRelay()
+    served.loop.after_step = relay.send
 
     app.add_middleware(_Identified, api_key=served.settings.api_key, loopback=is_loopback(served.settings.host))
     _add_error_handlers(app, metrics)
@@ -76,7 +76,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
             asked, requests = understand(raw, chat, number)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         answer = Answer(name, asked, requests, served.name, served.text)
-        running = Running(served.loop, post, served.engine.clock, metrics, answer, served.settings.keep_alive_s)
+        running = Running(served.loop, relay, served.engine.clock, metrics, answer, served.settings.keep_alive_s)
         try:
             if not running.begin():
                 metrics.ended("busy")
@@ -165,7 +165,7 @@ def _add_information(app: FastAPI, served: Served, metrics: Metrics) -> None:
             encode = served.text.encode
             ids = encode(prompt) if len(prompt) <= _SMALL else await asyncio.to_thread(encode, prompt)
         except LineError as exc:
-            raise RequestError(f"the request {exc}") from None
+            raise RequestError.of_line(exc) from None
         except HarnessError as exc:
             raise exc if isinstance(exc, RequestError) else RequestError(str(exc)) from None
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.longest})

@@ -240,10 +240,10 @@ class BatchRunner:
         running: dict[str, str] = {}  # the request's own id by the one in the engine
         try:
             while waiting or running:
-                if stopped() or self._loop.closed:
-                    waiting.clear()
                 if stopped():
                     break
+                if self._loop.closed:  # what is under way still ends
+                    waiting.clear()
                 while waiting and len(running) < self._window:
                     named = replace(waiting[0], id=f"{id_}:{waiting[0].id}")
                     if not self._submitted(id_, named, deliver):

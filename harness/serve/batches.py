@@ -153,7 +153,7 @@ def add_batch_routes(app: FastAPI, batches: Batches) -> None:
             require_unicode(settings)
             asked = checked(_NewBatch, settings, "")
         except LineError as exc:
-            raise RequestError(f"the request {exc}" if str(exc).startswith("is ") else str(exc)) from None
+            raise RequestError.of_line(exc) from None
         file = _file(batches, asked.input_file_id)
         if file.purpose != "batch":
             raise RequestError(f"input_file_id: {file.id} was not uploaded for a batch")

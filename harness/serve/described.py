@@ -43,15 +43,15 @@ def generation(chat: bool) -> dict[str, Any]:
 
 
 def json_body(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """That a body is JSON of a schema."""
+    """OpenAPI's entry for a JSON body of a schema."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def form_body(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """That a body is a form of a schema, with a file."""
+    """OpenAPI's entry for a multipart form of a schema."""
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 def content_of(kind: str) -> dict[int | str, dict[str, Any]]:
-    """That an answer is no JSON."""
+    """OpenAPI's entry for an answer of a media type."""
     return {200: {"description": "The content", "content": {kind: {}}}}

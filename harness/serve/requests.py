@@ -21,9 +21,14 @@ class RequestError(HarnessError):
         super().__init__(message)
         self.http_status, self.code = status, code
 
+    @classmethod
+    def of_line(cls, exc: LineError) -> "RequestError":
+        """A line's error as a request's; one that begins with its verb (`is not JSON`) gets the request as subject."""
+        return cls(f"the request {exc}" if str(exc).startswith("is ") else str(exc))
+
 
 def no_model(asked: str, served: str) -> str:
-    """That a server has another model than it is asked for."""
+    """The message for a request that names another model than the one served."""
     return f"no model {asked!r} here; this server has {served!r}"
 
 
@@ -57,7 +62,7 @@ def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int, most
         else:
             lines = (parse_body(settings, chat, number, max_tokens, seed=0),)
     except LineError as exc:
-        raise RequestError(f"the request {exc}" if str(exc).startswith("is ") else str(exc)) from None
+        raise RequestError.of_line(exc) from None
     if lines[0].model not in (None, model):
         raise RequestError(no_model(str(lines[0].model), model), 404, "model_not_found")
     if stream and lines[0].sampling.prompt_logprobs:

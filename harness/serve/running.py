@@ -15,8 +15,8 @@ from harness.serve.answers import Answer
 from harness.serve.connections import Connection
 from harness.serve.engine_loop import EngineFailure, EngineLoop
 from harness.serve.errors import error
+from harness.serve.event_relay import EventRelay
 from harness.serve.metrics import Metrics
-from harness.serve.post import Post
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -30,10 +30,10 @@ class Running:
     """
 
     def __init__(
-        self, loop: EngineLoop, post: Post, clock: Callable[[], float], metrics: Metrics, answer: Answer,
+        self, loop: EngineLoop, relay: EventRelay, clock: Callable[[], float], metrics: Metrics, answer: Answer,
         keep_alive_s: float,
     ) -> None:  # fmt: skip
-        self._loop, self._post, self._clock, self._metrics, self._answer = loop, post, clock, metrics, answer
+        self._loop, self._relay, self._clock, self._metrics, self._answer = loop, relay, clock, metrics, answer
         self._keep_alive_s = keep_alive_s
         self._streams = answer.asked.stream
         self._over = asyncio.Event()  # all events are there, or it cannot go on for one of two reasons:
@@ -53,9 +53,9 @@ class Running:
                 return  # each one would wake the server's thread, which the engine's shares a processor with
             if isinstance(event, FinishedEvent) and event.result.finish_reason == "cancelled":  # not by this request
                 event = EngineFailure("the server is shutting down")
-            self._post.put(self, event)
+            self._relay.put(self, event)
 
-        self._post.open()
+        self._relay.open()
         self._let_in_s = self._clock()
         return self._loop.submit([(request, deliver) for request in self._answer.requests])
 

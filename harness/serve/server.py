@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -85,7 +86,10 @@ def running(engine: OnlineEngine, most_pending: int) -> Iterator[EngineLoop]:
     try:
         yield loop
     finally:
-        loop.close()
+        try:
+            loop.close()
+        except KeyboardInterrupt:  # a pass cannot be broken off, and uses what would be freed now
+            os._exit(130)
 
 
 class _Uvicorn(uvicorn.Server):

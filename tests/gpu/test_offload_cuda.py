@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines.common.work_memory import CONTEXT_BYTES
+from engines.common.cuda_device import context_bytes
 from engines.offload.device.cuda import Cuda
 from engines.offload.engine import OffloadEngine
 from harness.api import UnsupportedError
@@ -41,7 +41,7 @@ def exact():
 
 @pytest.fixture
 def load_on_device(load):
-    return functools.partial(load, device=CONTEXT_BYTES + 256 * MIB, budget=96 * MIB)
+    return functools.partial(load, device=context_bytes() + 256 * MIB, budget=96 * MIB)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: "-".join(map(str, p)))
@@ -100,15 +100,15 @@ def test_copies_take_their_own_streams_and_events_order_them():
     below.fill_(7)
     there = torch.zeros(1 << 20, dtype=torch.uint8, device=device.where)
     copied = device.copy([(there, below)], (device.mark(),))
-    device.join(copied)
+    device.wait_event(copied)
     doubled = there * 2
     back = device.pinned(1 << 20)
     device.copy([(back, doubled)], (device.mark(),)).synchronize()
     assert (back == 14).all()
     assert device.memory()["pinned_bytes"] == 2 << 20
     more = []
-    device.join(device.run_async(lambda: more.append(doubled + 1)))
-    assert (device.download(device.keep(more[0])) == 15).all()
+    device.wait_event(device.run_async(lambda: more.append(doubled + 1)))
+    assert (device.download(device.record_stream(more[0])) == 15).all()
 
 
 def has_green_contexts():

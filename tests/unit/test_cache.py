@@ -15,7 +15,7 @@ from harness.api import HarnessError, ModelSpec
 from harness.cache.clean import KNOWN, Choice, chosen, remove
 from harness.cache.entries import entries
 from harness.cache.verify import verify
-from harness.common.files import replacing
+from harness.common.files import default_cache, replacing
 from harness.common.locks import in_use
 
 ENVIRONMENT = "environments/offload-0123456789ab"
@@ -186,3 +186,14 @@ def test_a_file_that_is_being_replaced_is_known(tmp_path):
     with replacing(tmp_path / "gemm_choices.json") as file:
         (entry,) = entries(tmp_path)
         assert (entry.kind, entry.state, entry.path) == ("choices", "leftover", Path(file.name))
+
+
+def test_the_cache_is_where_the_user_says_else_where_the_desktop_does_else_below_home(monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", "/own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_cache() == Path("/own")
+    monkeypatch.setenv("HARNESS_CACHE", "")
+    assert default_cache() == Path("/xdg/offload-harness")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache() == Path("/home/me/.cache/offload-harness")

@@ -259,9 +259,13 @@ def test_hub_failures_say_what_to_do(tmp_path, monkeypatch, error, message) -> N
     assert "weights: dummy" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_evict_drops_the_page_cache(folder) -> None:
-    shard(folder).read_bytes()
-    checkpoints.evict(folder)  # whether the kernel obeys is its own affair; every file must be reachable
+def test_evict_drops_every_file_of_a_folder_from_the_page_cache(folder, monkeypatch) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "more").write_text("x")
+    dropped: list[int] = []
+    monkeypatch.setattr(checkpoints, "drop_from_page_cache", lambda file: dropped.append(os.fstat(file).st_ino))
+    checkpoints.evict(folder)
+    assert sorted(dropped) == sorted(path.stat().st_ino for path in folder.rglob("*") if path.is_file())
 
 
 def test_odd_folders_are_one_line(folder, tmp_path) -> None:

@@ -29,6 +29,7 @@ FAST = ("llama", "mixtral")
 )
 def test_greedy_tokens(kind, tmp_path):
     found = frozen.tokens(kind, tmp_path)
+    assert found.keys() == GOLDEN["tokens"][kind].keys()
     for policy, expected in GOLDEN["tokens"][kind].items():
         assert len(expected) >= 4, "few requests are clear enough to be compared"
         assert found[policy] == expected, policy

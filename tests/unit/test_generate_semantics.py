@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.transformers import TransformersEngine
@@ -90,6 +92,37 @@ def test_min_tokens_puts_the_end_off(engine, monkeypatch):
 def test_a_stop_string_of_before_min_tokens_does_not_count(text, expected):
     asked, counts = SamplingParams(10, min_tokens=3, stop=("b",)), range(1, len(text) + 1)
     assert [sampling.finish_reason(asked, range(n), (), lambda t: text[: len(t)]) for n in counts] == expected
+
+
+PIECES = [b"a", b"b", b"ab ", b"", "\u00e9".encode()[:1], "\u00e9".encode()[1:], b"xyzxyz"]
+
+
+def pieces_text(tokens):
+    return b"".join(PIECES[token] for token in tokens).decode(errors="replace")
+
+
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=120),
+    st.lists(st.sampled_from(["ab a", "\u00e9b", "zx", "bbbb", "xyzxyzxyzab "]), min_size=1, max_size=2),
+    st.integers(0, 60),
+)
+def test_a_stop_string_ends_a_long_text_where_a_search_of_the_whole_text_finds_it(tokens, stops, least):
+    asked = SamplingParams(200, min_tokens=least, stop=tuple(stops))
+    early = len(pieces_text(tokens[: max(0, least - 1)]))
+    counts = range(max(1, least), len(tokens) + 1)
+    expected = next((n for n in counts if asked.stop_at(pieces_text(tokens[:n]), early) is not None), None)
+    assert next((n for n in counts if sampling.finish_reason(asked, tokens[:n], (), pieces_text)), None) == expected
+
+
+def test_a_late_token_of_a_request_with_stop_strings_decodes_as_much_as_an_early_one():
+    decoded = []
+
+    def decode(tokens):
+        decoded.append(len(tokens))
+        return "a" * len(tokens)
+
+    assert sampling.finish_reason(SamplingParams(5000, stop=("stop",)), [0] * 4000, (), decode) is None
+    assert sum(decoded) < 40
 
 
 @pytest.mark.parametrize(

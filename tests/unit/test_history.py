@@ -209,7 +209,7 @@ def test_a_text_that_is_none_is_refused(column, text, tmp_path, url):
     history = History(url)
     history.add([record(cell("a"))])
     with sqlite3.connect(tmp_path / "history.db") as connection:
-        connection.execute(f"update offload_harness_records set \"{column}\" = x'ff00'")
+        connection.execute(f'update offload_harness_records set "{column}" = {text}')
     with pytest.raises(HarnessError, match=f"{column} of record 1 is no text of ours"):
         history.series()
 

@@ -44,7 +44,8 @@ def _write(path, text):
     path.chmod(0o755)
 
 
-def test_it_is_ready_once_it_says_so_and_ends_with_its_engine(build, tmp_path):
+def test_it_is_ready_once_it_says_so_and_ends_with_its_engine(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it is on this host
     build("llama-server", SERVER)
     server = NativeServer(SETTINGS, tmp_path / "log")
     arguments = json.loads((tmp_path / "llama-server.args").read_text())

@@ -268,7 +268,45 @@ def test_a_sweep_of_the_fake_engine_repeats_exactly_and_ends_near_its_capacity()
     best = metrics_of(first, spec.workload.slo, True)
     assert 1.3 < best["highest_req_s"] < 2.5  # 10 tokens/s, 4 tokens a request
     assert best["saturated_tok_s"] == pytest.approx(10.0, rel=0.15)
-    assert any("cancelled beyond saturation" in note for note in notes_of(first)) or len(first) > 2
+
+
+def test_requests_that_were_cancelled_beyond_saturation_are_noted() -> None:
+    lost = request(0.0, outcome="unfinished")
+    assert notes_of([ServedRate(1.0, 1.0, (lost, request(0.0, 1.0)))]) == (
+        "1 of 2 requests were cancelled beyond saturation",
+    )
+
+
+def test_a_sweep_of_a_slow_server_begins_where_requests_come() -> None:
+    def measure(rate: float) -> ServedRate:
+        return served_at(rate, 1e9, lambda r: 0.5 if r <= 1 else 2.0) if rate >= 0.125 else ServedRate(rate, 20.0, ())
+
+    best = highest_within(sweep(measure, 2**-5, Slo(ttft_s=1.0)), Slo(ttft_s=1.0))
+    assert best is not None and 1 / PRECISION / 1.01 <= best.rate <= 1
+    assert not any(m.requests for m in sweep(lambda r: ServedRate(r, 20.0, ()), 1.0, Slo(ttft_s=1.0)))
+
+
+def test_a_sweep_that_halves_ends_where_nobody_comes() -> None:
+    rates: list[float] = []
+
+    def measure(rate: float) -> ServedRate:
+        rates.append(rate)
+        return served_at(rate, 1e9, lambda _: 2.0) if rate >= 0.25 else ServedRate(rate, 20.0, ())
+
+    assert highest_within(sweep(measure, 1.0, Slo(ttft_s=1.0)), Slo(ttft_s=1.0)) is None
+    assert rates == [1.0, 0.5, 0.25, 0.125]
+
+
+def test_a_sweep_in_whose_rates_nobody_comes_keeps_the_request_that_was_alone() -> None:
+    """One request takes years, and arrivals last 1 s."""
+    (alone,) = run(spec_of(rate="sweep", duration_s=1.0, slo=Slo(ttft_s=1e9)), rate_tok_s=1e-7)
+    assert alone.rate == 0.0 and alone.requests[0].outcome == "ok"
+
+
+def test_a_rate_above_one_that_is_not_within_does_not_count() -> None:
+    measured = [served_at(rate, 1e9, lambda r: 2.0 if r == 2.0 else 0.1) for rate in (1.0, 2.0, 4.0)]
+    best = highest_within(measured, Slo(ttft_s=1.0))
+    assert best is not None and best.rate == 1.0
 
 
 def test_a_rate_ends_once_its_latency_is_known_closely_enough() -> None:

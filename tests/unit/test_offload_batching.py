@@ -313,7 +313,7 @@ def test_shared_blocks_hold_the_sequences_own_tokens(data, count, blocks, size, 
     asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
     # a prompt that takes several passes may cost a younger sequence its blocks: when it comes back it computes some of
     # it again, and what it then finds is not counted, be it its own or what others have published meanwhile
-    assert scheduler.preemptions or computed + scheduler.shared_tokens == asked
+    assert scheduler.preemptions or computed + scheduler.prefix_hit_tokens == asked
 
 
 def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
@@ -328,7 +328,7 @@ def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
     first.consume(LOGITS.clone(), 0.0)
     assert {id(p.sequence): p.count for p in scheduler.next_pass(0.0)[0]} == {id(first): 1, id(second): 2}
     assert second.block_table[:5] == first.block_table[:5]
-    assert scheduler.shared_tokens == 40
+    assert scheduler.prefix_hit_tokens == 40
     assert cache.num_free_blocks == 20 - 5 - 2
 
 

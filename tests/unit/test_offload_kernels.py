@@ -180,6 +180,12 @@ def test_heads_and_columns_of_any_number(cache, stored, shape, value_topk):
     check_attention([kernel], stored, shape, [(1, 37), (1, 8), (3, 5)], spec)
 
 
+@pytest.mark.parametrize("value_topk", [1.0, 0.3])
+def test_a_sink_that_outweighs_every_score_leaves_nothing_of_the_values(cache, value_topk):
+    stored, spec = Plain("float32"), AttentionSpec(0.3, value_topk=value_topk, sinks=torch.full((4,), 200.0))
+    check_attention(both_attentions(stored, cache), stored, (4, 2, 32), SPANS, spec)
+
+
 #: Rows before and after the bounds of the blocks of 256 positions in which prompts attend in bfloat16.
 PROMPTS = [(20, 0), (7, 5), (2, 0), (3, 300), (3, 254)]
 CACHES = [(Plain("bfloat16"), (4, 4, 64)), (Plain("bfloat16"), (6, 2, 24)), (Plain("bfloat16"), (1, 1, 7)),

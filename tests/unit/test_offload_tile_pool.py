@@ -212,6 +212,13 @@ def test_twelve_bits_give_back_every_bit_or_refuse(pools, rows, columns, pattern
     assert torch.equal(found.contiguous().view(torch.int16), weight.view(torch.int16))
 
 
+def test_equal_weights_are_equal_bytes_whatever_the_memory_held_before():
+    weight = weights(EXACT12, 48, 512)
+    first = pack(EXACT12, weight)[0]
+    torch.full((first.nbytes,), 255, dtype=torch.uint8)  # freed at once: what is packed next often takes its place
+    assert torch.equal(pack(EXACT12, weight)[0], first)
+
+
 def test_every_bit_pattern_is_packed_among_ones(pools):
     """NaNs, infinities and denormals too; but not all of them together."""
     pack12 = exact12_pack(KERNELS.parent)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engines.adapters.openai_api import OpenAiApiEngine
 from engines.adapters.openai_client import spread
 from engines.adapters.server_process import Launch
 from harness import api
+from harness.launchers.process import ProcessSandbox
 from harness.run import worker
 from harness.run.load_plan import LoadPlan
 from harness.run.load_test import LoadTest
@@ -55,7 +57,8 @@ def asked(name: str, *prompt: int, count: int = 4) -> api.GenerationRequest:
 
 
 @pytest.fixture
-def engine(server: Server, tmp_path: Path) -> Iterator[OpenAiApiEngine]:
+def engine(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAiApiEngine]:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # this host is not reached through a proxy
     made = OpenAiApiEngine(base_url=url(server) + "/v1/")
     load(made, tmp_path)
     yield made
@@ -122,6 +125,15 @@ def test_several_tokens_in_a_piece_are_counted_and_told(engine: OpenAiApiEngine)
     assert len(event.result.token_times_s) == len(event.result.tokens) == 5
     assert len(set(event.result.token_times_s)) <= 3
     assert engine.trace().metrics == {"answers_in_other_pieces": 1.0}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_last_token_without_text_is_there_when_the_answer_ends(engine: OpenAiApiEngine, count: int) -> None:
+    (event,) = events_of(engine, asked("a", 510, count=count)).values()
+    assert isinstance(event, api.FinishedEvent)
+    times = event.result.token_times_s
+    assert len(times) == len(event.result.tokens) == count
+    assert len(set(times)) == count and list(times) == sorted(times)
 
 
 def test_a_pending_request_can_be_cancelled_at_any_time(engine: OpenAiApiEngine) -> None:
@@ -238,6 +250,66 @@ def test_a_container_is_started_by_docker_and_stopped_by_its_name(
     assert "--network host" in run
     assert "vllm/vllm-openai --model" in run
     assert stop.split()[-1] == run.split()[3]
+
+
+def test_a_container_sees_what_its_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the hub are links into another folder; of a missing one there is nothing to see."""
+    blobs, model, gguf = tmp_path / "a, b" / "blobs", tmp_path / "a, b" / "snapshots" / "1", tmp_path / "m.gguf"
+    blobs.mkdir(parents=True)
+    model.mkdir(parents=True)
+    gguf.touch()
+    (blobs / "x").touch()
+    (model / "model.safetensors").symlink_to("../../blobs/x")
+    (model / "gone").symlink_to("nowhere")
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {tmp_path}/calls\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    monkeypatch.setattr("engines.adapters.openai_api._gguf", lambda model, job: gguf)
+    engine = OpenAiApiEngine(image="i", command="--model {model} --gguf {gguf}")
+    limits, job = api.HardwareLimits(device_memory=1 << 30), api.Job(tmp_path, tmp_path, 64, 32)
+    with pytest.raises(api.HarnessError, match="the server ended with 0"):
+        engine.load(replace(MODEL, path=str(model)), api.OffloadPolicy(), limits, job)
+    engine.close()
+    calls = (tmp_path / "calls").read_text().splitlines()
+
+    def bind(source: Path, inside: Path) -> str:
+        return f'"type=bind","source={source}","target={inside}","readonly"'
+
+    mounted = [calls[i + 1] for i, word in enumerate(calls) if word == "--mount"]
+    assert mounted == [bind(blobs / "x", model / "model.safetensors"), bind(gguf, gguf)]
+    assert calls[calls.index("--gpus") + 1] == '"device=0,2"'
+    assert calls[calls.index("--pull") + 1] == "never"
+
+
+def test_a_container_is_removed_with_its_worker_whatever_ended_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker and guard are killed, as at a memory limit: only the harness is left."""
+    docker = tmp_path / "docker"
+    docker.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = run ] || exit 0\n'
+        "kill -9 $PPID $(cut -d' ' -f4 /proc/$PPID/stat)\nexec sleep 60\n"
+    )
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    workload = api.WorkloadSpec("arrivals", 8, 4, rate=1.0, num_requests=1)
+    spec = api.RunSpec("openai_api", api.ModelSpec("fake"), workload, options={"image": "i", "command": "c"})
+    work = api.RunCell(spec, MODEL, tmp_path / "cache", time.monotonic())
+    outcome = ProcessSandbox().run(api.WorkerRequest(work, api.Exchange(tmp_path / "x", tmp_path / "log"), 60.0))
+    assert outcome.exit_code == -9
+    run, removed = (tmp_path / "calls").read_text().splitlines()
+    assert removed == f"rm --force {run.split()[3]}"
+
+
+def test_requests_that_are_all_there_are_not_for_a_server(tmp_path: Path) -> None:
+    """Its tokens have no ids that could be checked."""
+    spec = api.RunSpec("openai_api", api.ModelSpec("fake"), api.WorkloadSpec(), options={"command": "no-such-program"})
+    work = api.RunCell(spec, MODEL, tmp_path / "cache", time.monotonic())
+    outcome = ProcessSandbox().run(api.WorkerRequest(work, api.Exchange(tmp_path / "x", tmp_path / "log"), 60.0))
+    assert outcome.result is not None and outcome.result.status == "unsupported"
+    assert "tells no token ids: give it a workload of kind arrivals" in outcome.result.reason
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,11 @@ def test_a_job_limited_by_the_disk_takes_the_time_of_its_reads(schedule):
     policy = OffloadPolicy(8, 2 if schedule == "zigzag" else 1, schedule)
     sequences = policy.block_size
     found = passes(policy, sequences, disk=1e8).tokens_per_s()
-    passes_of_block = 15 + (1 if schedule == "zigzag" else 2)  # 1,024 prompt tokens a batch in chunks of 512
     if schedule == "sweep":
         assert found == pytest.approx(sequences * 1e8 / (2 << 30))
     else:
         size = policy.gpu_batch_size
-        prefills = -(-size * 128 // 512)
-        assert prefills == 2 and passes_of_block in (16, 17)
+        prefills = -(-size * 128 // 512)  # 1,024 prompt tokens a batch in chunks of 512
         assert found == pytest.approx(sequences * 16 / ((prefills + 15) * (2 << 30) / 1e8))
 
 

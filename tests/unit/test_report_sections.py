@@ -11,7 +11,7 @@ from reports.page import page
 from reports.records import read_runs
 from reports.sections import commit, machine_rates, period, provenance, setup, spark_cell
 from reports.summary import by_workload, summary_rows
-from reports.tables import MOST_ROWS, Cell, Column, plain_table
+from reports.tables import MOST_ROWS, Body, Cell, Column, Table, plain_table
 from reports.text import MISSING
 from reports.vega import COLOURS
 from tests.records import GIB, PROVENANCE, cell, failed, record, repeats, write
@@ -202,3 +202,11 @@ def test_a_long_table_says_how_much_of_it_is_shown(rows, shown):
 def test_workloads_stay_apart():
     rows = summary_rows([record(cell("a")), record(cell("b", workload=replace(cell().workload, prompt_len=512)))])
     assert [len(group) for group in by_workload(rows).values()] == [1, 1]
+
+
+def test_a_long_table_is_cut_across_its_groups():
+    sizes = {"a": MOST_ROWS - 1, "b": 3, "c": 1}
+    bodies = tuple(Body(tuple((Cell(str(i)),) for i in range(size)), name) for name, size in sizes.items())
+    table = Table("All", (Column("A"),), bodies).first()
+    assert [(body.heading, len(body.rows)) for body in table.bodies] == [("a", MOST_ROWS - 1), ("b", 1)]
+    assert table.caption == f"All; the first {MOST_ROWS} of {MOST_ROWS + 3} rows, report.csv has all"

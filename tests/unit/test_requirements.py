@@ -30,3 +30,17 @@ def test_a_device_and_cores_that_are_missing_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "gpus", lambda: [{"memory": "2048 MiB"}, {"memory": "4096 MiB"}])
     monkeypatch.setattr(requirements, "usable_cpus", lambda: 3)
     assert check_requirements(suite, tmp_path) == []
+
+
+def test_a_device_that_shares_the_hosts_memory_has_enough(tmp_path, monkeypatch):
+    suite = SuiteSpec("s", "", (), requires=HardwareRequirements(device_memory=4 << 30))
+    monkeypatch.setattr(provenance, "gpus", lambda: [{"memory": "[N/A]"}])
+    assert check_requirements(suite, tmp_path) == []
+
+
+def test_a_limit_of_this_process_counts_as_the_machines_memory(tmp_path, monkeypatch):
+    suite = SuiteSpec("s", "", (), requires=HardwareRequirements(host_memory=2 << 30))
+    monkeypatch.setattr(requirements, "own_limit", lambda: 1 << 30)
+    assert check_requirements(suite, tmp_path) == ["host memory: 2.0 GiB required, 1.0 GiB present"]
+    monkeypatch.setattr(requirements, "own_limit", lambda: 2 << 30)
+    assert check_requirements(suite, tmp_path) == []

@@ -9,7 +9,7 @@ import pytest
 
 from engines.adapters.fake import FakeText
 from harness.api import GenerationRequest, SamplingParams, TokenEvent
-from harness.serve.post import Post
+from harness.serve.event_relay import EventRelay
 from tests import serving as servers
 from tests.serving import SETTINGS, alone, ask, loaded, serving, until
 
@@ -130,15 +130,15 @@ def test_a_step_s_events_come_in_order_and_each_receiver_writes_once():
             told.append((self.name, "written"))
 
     async def two_steps():
-        post, a, b = Post(), Told("a"), Told("b")
-        post.open()
+        relay, a, b = EventRelay(), Told("a"), Told("b")
+        relay.open()
         for token, receiver in ((1, a), (2, b), (3, a)):
-            post.put(receiver, TokenEvent("0", token, 0.0))
-        post.send()
-        post.send()  # of nothing
+            relay.put(receiver, TokenEvent("0", token, 0.0))
+        relay.send()
+        relay.send()  # of nothing
         await asyncio.sleep(0)
-        post.put(b, TokenEvent("0", 4, 0.0))
-        post.send()
+        relay.put(b, TokenEvent("0", 4, 0.0))
+        relay.send()
         await asyncio.sleep(0)
 
     asyncio.run(two_steps())

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from harness.api import RunRecord, ServedRate, ServedRequest, Slo, WorkloadSpec
 from harness.run.online import metrics_of
+from reports.page import page
 from reports.quantiles import quantile_interval
-from reports.records import workload_of
+from reports.records import Runs, workload_of
 from reports.samples import speed_of, unit_of
 from reports.serving import in_system, serving_panels
 from reports.summary import summary_rows
@@ -77,6 +78,9 @@ def test_cells_with_other_objectives_are_no_rivals() -> None:
     records += [swept("theirs", i, served(4.0, 0.05), served(8.0, 0.1), served(16.0, 0.5), slo=loose) for i in range(3)]
     assert len({workload_of(r) for r in records}) == 2
     assert "within normalized_s 0.2 (mean)" in workload_of(records[0])
+    for workload in page(Runs(tuple(records)))["workloads"]:
+        (highest,) = (table for table in workload["served"] if table.caption.startswith("Highest rate"))
+        assert [row[3].text for row in highest.bodies[0].rows] == [MISSING]
 
 
 def test_every_rate_has_a_line_and_a_point_and_the_objective_a_rule() -> None:
@@ -93,6 +97,37 @@ def test_every_rate_has_a_line_and_a_point_and_the_objective_a_rule() -> None:
     without = panels(swept("ours", 0, served(4.0, 0.1), served(8.0, 0.1), slo=None))
     assert "objective" not in without["Latency against rate"].note
     assert "Highest rate within the objectives" not in without
+
+
+def test_requests_without_an_answer_are_counted_beside_the_latencies_that_lack_them() -> None:
+    whole = served(8.0, 0.1)
+    lossy = replace(
+        whole, requests=tuple(replace(r, outcome="refused") for r in whole.requests[:3]) + whole.requests[3:]
+    )
+    found = panels(swept("ours", 0, served(4.0, 0.1), lossy, slo=Slo(normalized_s=0.2)))
+    assert [line[2:4] for line in lines(found["Latency against rate"])] == [["40", "0"], ["40", "3"]]
+    assert " 3 of 80 requests were not answered: they have no latency." in found["Latency against rate"].note
+    assert " 3 of 40 requests were not answered" in found["Token latency"].note
+    answered = panels(*two_engines())
+    assert not any("not answered" in answered[title].note for title in ("Latency against rate", "Token latency"))
+
+
+def test_a_rate_says_how_many_of_all_its_requests_were_within() -> None:
+    """A refused request is not within, whatever the others are."""
+    whole = served(4.0, 0.1)
+    refused = (*(replace(r, outcome="refused") for r in whole.requests[:10]), *whole.requests[10:])
+    found = panels(swept("ours", 0, replace(whole, requests=refused), served(8.0, 0.1), served(16.0, 0.5)))
+    assert [line[-1] for line in lines(found["Latency against rate"])] == ["75", "100", "0"]
+
+
+def test_loads_without_a_rate_say_what_they_are() -> None:
+    alone = panels(swept("ours", 0, replace(served(4.0, 0.1), rate=0.0), served(8.0, 0.1)))
+    assert [line[1] for line in lines(alone["Latency against rate"])] == ["alone", "8"]
+    workload = WorkloadSpec("arrivals", 8, 2, concurrency=4, num_requests=40)
+    loop = replace(served(4.0, 0.1), rate=None)
+    closed = replace(record(cell("ours", "ours", workload=workload)), requests=(), served=(loop,),
+                     metrics=metrics_of((loop,), None, False))  # fmt: skip
+    assert [line[1] for line in lines(panels(closed)["Latency against rate"])] == ["closed loop"]
 
 
 def test_conversations_show_by_round_what_a_cache_spared() -> None:
@@ -162,9 +197,6 @@ def test_rates_of_requests_are_better_when_they_are_higher() -> None:
 
 
 def test_a_report_shows_the_notes_of_launches(tmp_path: Path) -> None:
-    from reports.page import page
-    from reports.records import Runs
-
     late = replace(swept("ours", 0, served(4.0, 0.1)), notes=("the load generator was late",))
     shown: Any = page(Runs((late,)))
     assert "ours: the load generator was late." in shown["workloads"][0]["remarks"]

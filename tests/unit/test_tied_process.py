@@ -14,6 +14,10 @@ from engines.common.tied_process import ending_with_this_thread, run_tied
 #: Starts a program as a compiler's driver does, which starts another and waits; both write their ids.
 DRIVER = "echo $$ > ids; sh -c 'echo $$ >> ids; sleep 600' & wait"
 TIED = "from pathlib import Path; from engines.common.tied_process import run_tied\n"
+START = (
+    "import time; from pathlib import Path; from engines.common.tied_process import start_tied\n"
+    f"start_tied(['sh', '-c', {DRIVER!r}], Path('log'), ['touch', 'ended']); time.sleep(600)"
+)
 HEIR = (
     "import subprocess; from engines.common.tied_process import ending_with_this_thread\n"
     "subprocess.run(ending_with_this_thread(['/bin/sh', '-c', 'echo $$ > ids; exec sleep 600']))"
@@ -63,6 +67,14 @@ def test_kill_minus_nine_ends_them_too(tmp_path, script, count):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert gone(pids)
+
+
+def test_what_no_signal_reaches_is_ended_by_a_last_command(tmp_path):
+    process = start(START, tmp_path)
+    pids = ids(tmp_path, 2)
+    process.kill()
+    process.wait()
+    assert gone(pids) and (tmp_path / "ended").exists()
 
 
 def test_a_program_that_takes_too_long_ends_with_what_it_started(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.api import HarnessError
+from harness.cli import cache, ls, plan
 from harness.suite.config import parse_duration, parse_size
 
 
@@ -42,3 +43,22 @@ class TestUnits:
     def test_wrong_durations(self, text):
         with pytest.raises(HarnessError, match="expected a duration such as"):
             parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "text"),
+    [
+        (cache._size, 1023, "1023 B"),
+        (cache._size, 1024, "1.0 KiB"),
+        (cache._size, 1 << 20, "1.0 MiB"),
+        (cache._size, 3 << 29, "1.5 GiB"),
+        (plan._duration, 119.0, "119 s"),
+        (plan._duration, 120.0, "2 min"),
+        (plan._duration, 7200.0, "2 h"),
+        (ls._duration, None, "not measured"),
+        (ls._duration, 89.0, "89 min"),
+        (ls._duration, 90.0, "1.5 h"),
+    ],
+)
+def test_sizes_and_durations_change_their_unit_where_it_reads_better(shown, value, text):
+    assert shown(value) == text

@@ -92,6 +92,7 @@ def wrapped(inner):
         (MemoryError(), "oom_host"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "oom_host"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (wrapped(OSError(errno.ENOSPC, "No space left on device")), "disk_full"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk_full"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom_host"),
@@ -137,3 +138,12 @@ def test_synthetic_requests_do_not_depend_on_how_many_are_asked_for():
     assert len({r.prompt for r in many}) == 9
     assert all(5 <= t < 100 for r in many for t in r.prompt)
     assert {len(r.prompt) for r in many} == {5}
+
+
+def test_answers_that_may_end_early_are_neither_empty_nor_longer_than_asked():
+    request = api.GenerationRequest("r0", (7, 8, 9), api.SamplingParams(max_tokens=2))
+    assert check([request], [api.GenerationResult("r0", (1,), 0.0, (0.5,), 3)], 10)[0].generated_tokens == 1
+    for tokens, words in (((), "no token"), ((1, 2, 3), "3 tokens, more than 2")):
+        result = api.GenerationResult("r0", tokens, 0.0, (0.5,) * len(tokens), 3)
+        with pytest.raises(api.HarnessError, match=words):
+            check([request], [result], 10)

@@ -231,7 +231,7 @@ class CudaBackend(Backend):
 
     def notes(self) -> list[str]:
         policy, notes = self._load.policy, [self._plan.note, self.kernels.note]
-        if policy.nano_count > 1 and policy.nano_overlap:
+        if policy.overlaps_nano_batches:
             notes.append(self.device.partition)
         if policy.cpu_experts:
             notes.append(self._experts_note())

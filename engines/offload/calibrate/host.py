@@ -94,7 +94,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         try:
             processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
             samples |= of_device
-        except RuntimeError as exc:  # out of memory or broken: the host's rates still hold
+        except (RuntimeError, MemoryError) as exc:  # out of memory or broken: the host's rates still hold
             report(f"the device cannot be measured: {api.first_line(exc)}")
         finally:
             device.close()

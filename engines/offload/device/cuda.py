@@ -1,8 +1,10 @@
 """The CUDA device: the one class that calls torch.cuda."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,9 +19,16 @@ def opened(limits: HardwareLimits, attention_units: int | None = None) -> Accele
     """The CUDA device, with its allocator capped at what `limits` leave after CUDA's own memory; None if they give no
     device memory. `attention_units`: the number of multiprocessors for attention that runs beside products.
 
-    Raises UnsupportedError if there is no CUDA device, or it cannot be partitioned like that.
+    Raises UnsupportedError if there is no CUDA device, or it cannot be partitioned like that; InfeasibleError if the
+    limit leaves next to nothing.
     """
-    return None if device_budget(limits) is None else Cuda(attention_units)
+    if device_budget(limits) is None:
+        return None
+    try:
+        return Cuda(attention_units)
+    except BaseException:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        raise
 
 
 def attached() -> tuple[Accelerator, str, int] | None:
@@ -48,6 +57,9 @@ class Cuda:
 
     def close(self) -> None:
         """Returns unused pinned memory and device memory to the system."""
+        gc.collect()  # what was loaded holds itself in circles
+        with suppress(RuntimeError):  # of a device that is broken
+            torch.cuda.synchronize()  # copies ahead of a pass may still be under way
         if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
             empty()
         torch.cuda.empty_cache()
@@ -55,8 +67,15 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         assert nbytes & (nbytes - 1) == 0  # torch's pinned allocator would round it up
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as exc:  # CUDA says "out of memory" of the host's too
+            if "out of memory" not in str(exc):
+                raise
+            raise MemoryError(
+                f"no {nbytes >> 20} MiB of pinned host memory beside {self._pinned >> 20} MiB: {first_line(exc)}"
+            ) from exc
         self._pinned += nbytes
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         assert not buffer.data_ptr() % ALIGN  # direct disk reads need the alignment
         return buffer
 
@@ -100,7 +119,7 @@ class Cuda:
     def mark(self) -> torch.cuda.Event:
         return self._here.record_event(torch.cuda.Event(blocking=True))
 
-    def join(self, event: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         self._here.wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +151,7 @@ class Cuda:
             finally:
                 self._local.stream = here
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def record_stream(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.record_stream(self._here)
         return tensor
 

@@ -32,13 +32,13 @@ class HostDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def record_stream(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def run_async(self, work: Callable[[], None]) -> Event:
         return _Done(self._thread.submit(torch.inference_mode()(work)))  # threads do not inherit the mode
 
-    def join(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         event.synchronize()
 
     def memory(self) -> dict[str, float]:

@@ -32,14 +32,14 @@ class Device(Protocol):
     def run_async(self, work: Callable[[], None]) -> Event:
         """Runs `work` beside what this thread does next, after all that this thread has asked for before.
 
-        The operands of `work` must be held until this thread has joined the event.
+        The operands of `work` must be held until this thread waits for the event.
         """
 
-    def join(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """What this thread asks for from now on runs after `event`."""
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, made in another stream, for use in this thread's."""
+    def record_stream(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Marks a tensor made in another stream as used by this thread's stream; returns it."""
 
     def memory(self) -> dict[str, float]:
         """Peaks in bytes by metric name: tensors, the allocator, pinned host memory. Empty for the host."""

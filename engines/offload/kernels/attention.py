@@ -80,8 +80,9 @@ class AttentionMetadata:
         """Cuts segments into tiles of `tokens` tokens: each tile's segment and first token, int32. Made once a pass."""
         if tokens not in self._tiles:
             tiles = [(i, first) for i, count in enumerate(self.counts) for first in range(0, count, tokens)]
-            segment, first = self.upload(torch.tensor(tiles, dtype=torch.int32).T.contiguous())
-            self._tiles[tokens] = segment, first
+            padded = tiles + [(0, 0)] * (-len(tiles) % 4)  # both begin at 16 bytes, as Triton compiles for
+            both = self.upload(torch.tensor(padded, dtype=torch.int32).view(-1, 2).T.contiguous())
+            self._tiles[tokens] = both[0, : len(tiles)], both[1, : len(tiles)]
         return self._tiles[tokens]
 
     def locate(self, blocks: KVBlocks) -> tuple[int, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-#: From the tensors of a call, wherever they lie now, to what computes it: once for each time that it is called.
+#: Binds a kernel call to tensors where they lie now; the result makes that call each time it is called.
 Bind = Callable[..., Callable[[], object]]
 
 

@@ -98,7 +98,9 @@ def _top_values(probabilities: torch.Tensor, spec: AttentionSpec, first: int) ->
     counts = (spec.value_topk * sees.double()).ceil().view(-1, 1)
     ranks = probabilities.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     kept = probabilities.where(ranks < counts, 0)
-    return kept * (probabilities.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))
+    of_kept = kept.sum(-1, keepdim=True)
+    growth = probabilities.sum(-1, keepdim=True) / of_kept
+    return kept * growth.where(of_kept != 0, 0)  # a sink may outweigh all
 
 
 def reference_memory(

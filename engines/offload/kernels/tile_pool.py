@@ -84,9 +84,11 @@ class TilePool:
 
         def gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
             product = self.product(x)
-            product.add(PanelTiles([stored], [weight], [out.shape[1]], x.shape[1], int8), start, out)
-            product.close()
-            self.settle()
+            try:
+                product.add(PanelTiles([stored], [weight], [out.shape[1]], x.shape[1], int8), start, out)
+            finally:
+                product.close()
+                self.settle()
 
         return gemm
 

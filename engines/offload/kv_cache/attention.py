@@ -167,7 +167,7 @@ class AttentionTask:
         """The output [tokens, heads, dim] for the caller's stream."""
         context = self._batch.context
         assert self._output is not None
-        output = context.device.keep(self._output)
+        output = context.device.record_stream(self._output)
         if self._on_host is not None:
             self._on_host.merge_into(output)
         return output if context.hadamard is None else context.hadamard(output).to(self._operands[0].dtype)

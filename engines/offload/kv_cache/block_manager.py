@@ -24,11 +24,11 @@ class Chunk(Protocol):
 
 class BlockManager:
     """Allocates, shares and frees blocks. A cached block keeps its content while it is free, for sequences with the
-        same prefix, until it is evicted: the least recently used goes first.
+    same prefix, until it is evicted: the least recently used goes first.
 
-        The last `offloaded` block numbers are of blocks that live elsewhere, and of these the `last` ones farthest.
-    Allocation keeps the share of the offloaded ones in use equal to their share of all blocks, where possible, and
-    takes the farthest where no others are left. Source: Kwon et al. 2023 (vLLM), section 4.4.
+    Block numbers are ordered by tier: first the blocks where attention computes, then `offloaded` ones, of which the
+    `last` are on the lowest tier. Allocation keeps the offloaded part of the blocks in use equal to their part of all
+    blocks where it can, and takes the lowest tier last. Source: Kwon et al. 2023 (vLLM), section 4.4.
 
     `part`, (i, n), manages only the i-th of n parts of them that differ by one block at most. `sizes`: blocks where
     attention computes, offloaded, and of the last ones.

@@ -20,7 +20,7 @@ from engines.offload.kernels.layer_blocks import RowWriter
 from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.lower_blocks import HostBlocks, LowerBlocks, PieceTarget
-from engines.offload.kv_cache.offloaded_blocks import divided
+from engines.offload.kv_cache.offloaded_blocks import divided, filled_blocks, union, written_blocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
 
@@ -121,7 +121,7 @@ class HostAttentionTask:
     def merge_into(self, output: torch.Tensor) -> None:
         """Makes the device's `output` [tokens, heads, dim] whole, in place."""
         host, host_lse = (self.device.upload(tensor) for tensor in self.state.result())
-        self.merge(output, self.device.keep(self.lse), self.rows, host, host_lse)
+        self.merge(output, self.device.record_stream(self.lse), self.rows, host, host_lse)
 
 
 class HostAttention:
@@ -160,12 +160,12 @@ class HostAttention:
         moved: list[tuple[set[int], set[int]]] = []
         among: list[list[range]] = []
         for batch in batches:
-            filled = [{b - first for b in c.block_table[: blocks_for(c.cached)] if b >= first} for c in batch]
-            written = [{b - first for b in [c.block_table[c.cached // BLOCK_SIZE]] if b >= first} for c in batch]
+            filled = [{b - first for b in filled_blocks(c) if b >= first} for c in batch]
+            written = [{b - first for b in written_blocks(c) if b >= first} for c in batch]
             needs = [a | b for a, b in zip(filled, written, strict=True)]
             among.append(divided(needs, self._disk.slots) if batch else [])
             for part in among[-1]:
-                moved.append((_joined(filled, part), _joined(written, part)))
+                moved.append((union(filled, part), union(written, part)))
         slots = self._disk.start(moved)
         numbers = itertools.count()
         self._parts = [[StagedPart(n := next(numbers), part, slots[n]) for part in parts] for parts in among]
@@ -225,7 +225,3 @@ class HostAttention:
 
         lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
         return HostAttentionTask(chunks.rows, lse, self._thread.submit(attend), self._device, self._merge)
-
-
-def _joined(blocks: Sequence[set[int]], among: range) -> set[int]:
-    return set().union(*(blocks[i] for i in among))

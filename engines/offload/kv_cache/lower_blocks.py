@@ -184,12 +184,12 @@ class LowerBlocks(OffloadedBlocks):
     def _wait(self, number: int) -> None:
         stage = number % STAGES
         for event in self._staged[stage]:
-            self._device.join(event)
+            self._device.wait_event(event)
         if stage in self._reads:
             assert self._disk is not None
             copied = self._disk.file.wait_for(self._reads[stage])
             assert copied is not None
-            self._device.join(copied)
+            self._device.wait_event(copied)
 
     def _write_back(self, number: int) -> None:
         (layer, part), stage = self._of(number), number % STAGES

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.offload.memory.kv_blocks import STAGES
+from engines.offload.kv_cache.block_manager import Chunk
+from engines.offload.memory.kv_blocks import BLOCK_SIZE, STAGES, blocks_for
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,21 @@ class BatchTransfers:
     read: Sequence[Run]
     write: Sequence[Run]
     after: int
+
+
+def filled_blocks(chunk: Chunk) -> Sequence[int]:
+    """The blocks of the tokens before a chunk; the last one may be filled in part."""
+    return chunk.block_table[: blocks_for(chunk.cached)]
+
+
+def written_blocks(chunk: Chunk) -> Sequence[int]:
+    """The blocks that a chunk's own tokens are written to."""
+    return chunk.block_table[chunk.cached // BLOCK_SIZE : blocks_for(chunk.cached + chunk.count)]
+
+
+def union(blocks: Sequence[set[int]], among: Iterable[int]) -> set[int]:
+    """The blocks of those chunks."""
+    return set().union(*(blocks[i] for i in among))
 
 
 def divided(needs: Sequence[set[int]], slots: int) -> list[range]:

@@ -11,9 +11,9 @@ from engines.offload.kernels import Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks, RowWriter, Target, torch_writer
 from engines.offload.kv_cache.block_manager import BlockManager, Chunk
 from engines.offload.kv_cache.host_attention import HostAttention
-from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, divided
+from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, divided, filled_blocks, union, written_blocks
 from engines.offload.kv_store.store import KVStore
-from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
@@ -104,7 +104,7 @@ class PagedCache(BlockManager):
         rows.copy_(torch.frombuffer(content, dtype=torch.uint8).view(rows.dtype).view(rows.shape))
 
     @property
-    def most_of_a_sequence(self) -> int:
+    def max_blocks_per_sequence(self) -> int:
         """Blocks that a sequence can have: all, or those that a stage holds together."""
         if self.offloaded is None or self.offloaded.slots >= self.offloaded.num_blocks:
             return self.num_blocks
@@ -120,9 +120,10 @@ class PagedCache(BlockManager):
         parts: list[list[tuple[int, range]]] = []
         for batch in batches:
             needs = [self._needs(chunk) for chunk in batch]
-            ranges = divided([filled | written for filled, written in needs], self.offloaded.slots)
+            filled, written = [each[0] for each in needs], [each[1] for each in needs]
+            ranges = divided([a | b for a, b in needs], self.offloaded.slots)
             parts.append([(len(moved) + i, each) for i, each in enumerate(ranges)])
-            moved += [(_joined(needs[i][0] for i in each), _joined(needs[i][1] for i in each)) for each in ranges]
+            moved += [(union(filled, each), union(written, each)) for each in ranges]
         self._parts = parts
         self._slots = self.offloaded.start(moved)
         if self.host_attention is not None:
@@ -134,7 +135,7 @@ class PagedCache(BlockManager):
         if self.attends_on_host(chunk):
             return set(), set()
         first = self.num_device_blocks
-        filled = {b - first for b in chunk.block_table[: blocks_for(chunk.cached)] if b >= first}
+        filled = {b - first for b in filled_blocks(chunk) if b >= first}
         return filled, {b - first for b in self._written([chunk])}
 
     def parts(self, batch: int, chunks: int) -> Sequence[tuple[int, range]]:
@@ -194,13 +195,4 @@ class PagedCache(BlockManager):
 
     def _written(self, chunks: Iterable[Chunk]) -> set[int]:
         """Offloaded blocks that chunks write to."""
-        return {
-            block
-            for c in chunks
-            for block in c.block_table[c.cached // BLOCK_SIZE : blocks_for(c.cached + c.count)]
-            if block >= self.num_device_blocks
-        }
-
-
-def _joined(sets: Iterable[set[int]]) -> set[int]:
-    return set().union(*sets)
+        return {b for c in chunks for b in written_blocks(c) if b >= self.num_device_blocks}

@@ -15,7 +15,7 @@ from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
 from engines.offload.memory.placement import SharedMemory, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
-from engines.offload.memory.planner import STEP, MemoryPlanner, summed
+from engines.offload.memory.planner import MemoryPlanner, fewer_sequences, summed
 from harness.api import DTYPE_BYTES, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk: a device multiplies thousands of
@@ -179,9 +179,7 @@ class _DevicePlanner(MemoryPlanner):
 
     def _fastest(self, most: int) -> int:
         """How many sequences of a sweep, `most` at most, generate most tokens a second."""
-        counts = [most]
-        while counts[-1] > 1:
-            counts.append(min(counts[-1] - 1, int(counts[-1] / STEP)))
+        counts = fewer_sequences(most)
 
         def speed(count: int) -> float:
             kv = self._place_kv(count, self._request.kv_blocks(count, mixed_ages=True))
@@ -255,11 +253,8 @@ class _DevicePlanner(MemoryPlanner):
         where none do."""
         if blocks * self._block_bytes <= room:
             return 0
-        return (
-            blocks
-            + 1
-            - largest(blocks, lambda kept: self._kv_blocks(blocks, blocks + 1 - kept, 0).device_bytes <= room)
-        )
+        kept = largest(blocks, lambda n: self._kv_blocks(blocks, blocks + 1 - n, 0).device_bytes <= room)
+        return blocks + 1 - kept
 
     def _fixed(self, sequences: int) -> int:
         """Bytes on the device beside the KV cache and resident weights."""
@@ -371,7 +366,7 @@ class _DevicePlanner(MemoryPlanner):
         fixed = self._policy.weights is not None
         elsewhere = ", or keep keys and values on disk (policy.cache)" if share[1] else ""
         return InfeasibleError(
-            f"offload needs {mib(needed)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {fewest} "
+            f"offload needs {mib(needed)} of device memory beside what CUDA itself takes, for {fewest} "
             f"sequences of {self._request.max_sequence} tokens (work {mib(self._activations.bytes(fewest))}, ring "
             f"{mib(self._ring)}, cache {mib(kv.device_bytes)}, other {mib(self._other)}), and {mib(needed_on_host)} of "
             f"host memory (cache {mib(kv.host_bytes)}); the limits leave {mib(max(0, self._device))} and "

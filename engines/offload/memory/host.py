@@ -9,7 +9,7 @@ from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.placement import SharedMemory, Shares, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
-from engines.offload.memory.planner import STEP, MemoryPlanner, summed
+from engines.offload.memory.planner import MemoryPlanner, fewer_sequences, summed
 from harness.api import InfeasibleError, OffloadPolicy
 
 #: Share of one batch's activations that the allocator keeps after they are freed: 30 MB of 50 came and went between
@@ -83,9 +83,8 @@ def _partly_on_disk(
     sequences than the policy's.
 
     Raises InfeasibleError where the work of a sequence or a block does not fit."""
-    sizes = [policy.gpu_batch_size]
-    while policy.schedule == "sweep" and sizes[-1] > 1:
-        sizes.append(min(sizes[-1] - 1, int(sizes[-1] / STEP)))
+    size = policy.gpu_batch_size
+    sizes = fewer_sequences(size) if policy.schedule == "sweep" else [size]
     best: MemoryPlan | None = None
     for size in sizes:
         of_size = replace(policy, gpu_batch_size=size)
@@ -117,19 +116,13 @@ def _streaming(
         return _HostPlanner(request, policy, budget, rates).plan()
     slots = READS * math.ceil(rates.read_bytes / request.largest_tile)
     plan = _HostPlanner(request, policy, budget, rates, slots).plan()
-    streamed = _expected_bytes(request, plan.resident, plan.sequences)
+    streamed = request.streamed_bytes(plan.resident, plan.sequences)
     decode = JobPasses(request, policy, rates, plan.sequences, plan.chunk, streamed).decode_pass()
     if decode.disk_s > decode.compute_s:  # the disk should go on while a layer attends
         slots += math.ceil(decode.attention_s * rates.disk / request.largest_tile)
         with suppress(InfeasibleError):
             return _HostPlanner(request, policy, budget, rates, slots).plan()
     return plan
-
-
-def _expected_bytes(request: MemoryRequest, resident: frozenset[int], sequences: int) -> int:
-    """Bytes that a pass of a token of each sequence is expected to read of the tiles that are not resident."""
-    streamed = [tile for tile in request.tiles if tile.index not in resident]
-    return round(request.usage.expected_bytes(streamed, sequences))
 
 
 class _HostPlanner(MemoryPlanner):
@@ -217,7 +210,7 @@ class _HostPlanner(MemoryPlanner):
         unlimited = each.chunk * (each.row_bytes + each.logits_bytes)
         speed = 0.0
         if self._rates is not None:
-            streamed = _expected_bytes(self._request, resident, sequences)
+            streamed = self._request.streamed_bytes(resident, sequences)
             passes = JobPasses(self._request, self._policy, self._rates, sequences, each.chunk, streamed)
             speed = passes.tokens_per_s()
         return MemoryPlan(

@@ -157,16 +157,10 @@ class JobPasses:
         on_host = below if self.policy.cpu_attention else 0.0
         attention += (1 - on_host) * cached / layers / rates.memory
         compute, attending = products + attention * layers, on_host * cached / link.attended
-        if not self._several:  # the device waits while the host attends
+        if not self.policy.has_batch_beside:  # the device waits while the host attends
             compute, attending = compute + attending, 0.0
         up_s = (traffic.copied + (below - on_host) * cached) / link.up
         return PassTime(compute, attention, disk_s, up_s, below * new / link.down, attending)
-
-    @property
-    def _several(self) -> bool:
-        """Whether there is another batch to multiply while the host attends for one."""
-        policy = self.policy
-        return policy.num_gpu_batches > 1 or (policy.nano_count > 1 and policy.nano_overlap)
 
 
 def _products_s(shape: ModelShape, value_s: Callable[[float], float], rows: float, logits: float) -> float:

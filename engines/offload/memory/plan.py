@@ -1,7 +1,7 @@
 """The memory planner's input and output: what a job needs (MemoryRequest) and where all of it goes (MemoryPlan)."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -78,6 +78,11 @@ class MemoryRequest:
             total[0] += tile.nbytes
             total[1] += tile.nbytes * probability
         return [WeightClass(nbytes, expected / nbytes) for _, (nbytes, expected) in sorted(sums.items(), reverse=True)]
+
+    def streamed_bytes(self, resident: Collection[int], sequences: int) -> int:
+        """Bytes that a pass of a token of each sequence is expected to read of the tiles that are not resident."""
+        streamed = [tile for tile in self.tiles if tile.index not in resident]
+        return round(self.usage.expected_bytes(streamed, sequences))
 
     def kv_blocks(self, sequences: int, mixed_ages: bool) -> int:
         """KV blocks for `sequences` at full length; if `mixed_ages`, for one at full length or all at mean length."""

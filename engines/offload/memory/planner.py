@@ -21,7 +21,7 @@ _AHEAD_SHARE = 1 / 4
 #: Share of a budget for the activations of a pass's prompt tokens, if the policy sets no chunk.
 _ACTIVATION_SHARE = 1 / 8
 #: Numbers of sequences of a sweep that are compared are so far apart.
-STEP = 1.1
+_STEP = 1.1
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,14 @@ def _with_expert_rows(limits: tuple[int, int], request: MemoryRequest, policy: O
         return limits
     steady = round(policy.gpu_batch_size * request.mean_prompt / request.mean_new)
     return least, max(most, min(int(most / request.usage.share), steady))
+
+
+def fewer_sequences(most: int) -> list[int]:
+    """`most` sequences and ever fewer, down to one: those of a sweep that are compared."""
+    counts = [most]
+    while counts[-1] > 1:
+        counts.append(min(counts[-1] - 1, int(counts[-1] / _STEP)))
+    return counts
 
 
 def summed(parts: Mapping[str, int]) -> str:

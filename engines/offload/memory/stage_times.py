@@ -103,7 +103,6 @@ class StageTimes:
             plan = plan_host_memory(request, self.policy, rank.budget, rank.rates, disk=0)
         except InfeasibleError:
             return math.inf
-        streamed = [tile for tile in request.tiles if tile.index not in plan.resident]
-        nbytes = round(request.usage.expected_bytes(streamed, plan.sequences))
+        nbytes = request.streamed_bytes(plan.resident, plan.sequences)
         passes = JobPasses(request, self.policy, rank.rates, plan.sequences, plan.chunk, nbytes)
         return passes.decode_pass().seconds(self.policy.overlap) / plan.sequences

@@ -137,7 +137,7 @@ class DryPass:
     def route_experts(self, mixture: Mixture, routed: RoutedRows) -> tuple[Sequence[int], None]:
         return range(len(routed.counts)), None
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         return part
 
     def gather(self, part: torch.Tensor, outputs: int) -> torch.Tensor:

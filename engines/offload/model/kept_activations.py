@@ -170,7 +170,7 @@ class LowerActivations(Activations):
             rows = kept.on_device.new_empty(pinned.shape)
             # after this thread's work too: the rows may take memory that it still uses
             copied = self._device.copy([(rows, pinned)], (fetched, self._device.mark()), kv=True)
-            self._device.join(copied)
+            self._device.wait_event(copied)
             parts.insert(0, rows)
         if kept.stored is not None:
             parts.insert(0, self._device.upload(self._load(kept)))

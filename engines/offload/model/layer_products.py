@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,8 @@ class Weights(Protocol):
         [rows, outputs]."""
 
     def route_experts(self, mixture: Mixture, routed: RoutedRows) -> tuple[Sequence[int], AddExperts | None]:
-        """Which of a mixture's experts to ask products of, in order; called before. The others, if there are any, are
-        computed elsewhere: their outputs are to be added to the mixture's [rows, hidden]."""
+        """Which of a mixture's experts this batch multiplies by `gemm`, in order; called before those products. Others,
+        if any, run elsewhere: the function returned adds their outputs to the mixture's [rows, hidden]."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,10 @@ class LayerProducts:
         out = torch.zeros_like(x)
         tokens = int((chosen < count).any(dim=1).sum())
         here, add_others = self.weights.route_experts(mixture, RoutedRows(x, chosen, share, rows, tokens))
+        width, order, ends = index.shape[1], index.flatten().argsort(stable=True), [*accumulate(rows)]
         for e in (e for e in here if e in own):
-            row, place = torch.where(index == e)
+            at = order[ends[e] - rows[e] : ends[e]]  # a search for them would wait for a device
+            row, place = at // width, at % width
             [inner] = self._gemm([f"{mixture.first}[{e}]"], x[row], [_of(mixture.first_biases, e)])
             [outer] = self._gemm([f"{mixture.second}[{e}]"], mixture.activate(inner), [_of(mixture.second_biases, e)])
             out.index_add_(0, row, (outer * share[row, place, None]).to(out.dtype))  # some share in float32

@@ -11,10 +11,10 @@ from harness.api import UnsupportedError
 
 
 class Collectives(Protocol):
-    """What ranks of tensor parallelism, each with a part of every matrix, make of their products; all call it in one
-    order. The dry pass has one rank."""
+    """The collective operations of tensor parallelism, which all ranks call in the same order. The dry pass stands for
+    one rank."""
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' [rows, outputs], the same on all."""
 
     def gather(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class MatrixParts:
         if self._shard is None:
             return out
         assert self.collectives is not None
-        return self.collectives.add_up(out)
+        return self.collectives.all_reduce(out)
 
     def whole(self, matrices: Sequence[str], products: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What linear layers return, of the products with the rank's parts of their matrices."""
@@ -74,7 +74,7 @@ class MatrixParts:
         for name, product in zip(matrices, products, strict=True):
             match self._roles.get(name):  # an expert has none: it is its rank's own
                 case "inputs":
-                    outputs.append(self.collectives.add_up(product))
+                    outputs.append(self.collectives.all_reduce(product))
                 case "vocabulary":
                     outputs.append(self.collectives.gather(product, self._outputs[name]))
                 case _:

@@ -166,7 +166,7 @@ class MetaModel:
         """Linear layers and mixtures get their products from `weights` from now on."""
         self._layers.use(weights)
 
-    def put_together_by(self, collectives: Collectives) -> None:
+    def use_collectives(self, collectives: Collectives) -> None:
         """Products with parts of matrices are put together by `collectives` from now on."""
         self._parts.collectives = collectives
 
@@ -224,7 +224,7 @@ class MetaModel:
             if not isinstance(module, nn.Embedding):
                 module.forward = _zeros(whole[1] if isinstance(module, Conv1D) else whole[0])
         self.use(dry)
-        self.put_together_by(dry)
+        self.use_collectives(dry)
         two = torch.arange(2)
         entering = torch.zeros(2, self._shape.hidden, dtype=self.dtype)
         end = self._watched()

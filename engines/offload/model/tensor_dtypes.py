@@ -30,6 +30,6 @@ class TensorDtypes:
         return self._own.get(name, self._dtype)
 
     def values(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """As many values of the compute dtype as take the memory of tensors of these shapes, by name."""
+        """The memory of tensors of these shapes, by name, in values of the compute dtype."""
         nbytes = sum(math.prod(shape) * self.of(name).itemsize for name, shape in shapes.items())
         return -(-nbytes // self._dtype.itemsize)

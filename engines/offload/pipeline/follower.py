@@ -15,7 +15,7 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.model.stage import Stage
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane
-from engines.offload.pipeline.links import Links, What
+from engines.offload.pipeline.links import Command, Links
 from engines.offload.pipeline.messages import PassMessage
 
 #: Passes whose hidden states are received while one is computed.
@@ -26,7 +26,7 @@ _AHEAD = 2
 class _Next:
     """What is to be done next, with the hidden states that enter it; `failure` instead where a rank was lost."""
 
-    what: What = What.PASS
+    command: Command = Command.PASS
     message: PassMessage | None = None
     hidden: torch.Tensor | None = None
     window: tuple[float, ...] = ()  # of a report
@@ -45,7 +45,7 @@ class Follower:
             timeline=loaded.timeline, device=loaded.device, run=self._executor.attend,
             value_topk=loaded.policy.value_sparsity, hadamard=loaded.hadamard, first_layer=stage.first,
         )  # fmt: skip
-        loaded.meta_model.put_together_by(links)
+        loaded.meta_model.use_collectives(links)
         self._inbox: queue.Queue[_Next] = queue.Queue(_AHEAD)
         self._lane = Lane()
         self._moved = (0, 0)  # bytes sent and bytes of weights read, when the run began
@@ -58,17 +58,17 @@ class Follower:
             item = self._inbox.get()
             if item.failure is not None:
                 raise item.failure
-            match item.what:
-                case What.END:
+            match item.command:
+                case Command.END:
                     return
-                case What.BEGIN:
+                case Command.BEGIN:
                     self._lane.clear()
                     self._moved = self._bytes()
-                case What.REPORT:
+                case Command.REPORT:
                     self._report(*item.window)
-                case What.CLOCK:
+                case Command.CLOCK:
                     self._links.answer([time.perf_counter()])
-                case What.PASS:
+                case Command.PASS:
                     assert item.message is not None
                     received = time.perf_counter()
                     out = self._pass(item.message, item.hidden)
@@ -84,18 +84,18 @@ class Follower:
         width = self._loaded.model.shape.hidden
         try:
             while True:
-                what, numbers = self._links.announced()
+                command, numbers = self._links.announced()
                 message: PassMessage | None = None
                 hidden: torch.Tensor | None = None
                 window: tuple[float, ...] = ()
-                if what == What.PASS:
+                if command == Command.PASS:
                     message = PassMessage.decoded(numbers)
                     if not self._stage.is_first:
                         hidden = self._links.receive_hidden(sum(message.rows), width)
-                if what == What.REPORT:
+                if command == Command.REPORT:
                     window = tuple(numbers.view(torch.float64).tolist())
-                self._inbox.put(_Next(what, message, hidden, window))
-                if what == What.END:
+                self._inbox.put(_Next(command, message, hidden, window))
+                if command == Command.END:
                     return
         except BaseException as exc:  # else the thread that computes would wait for ever
             self._inbox.put(_Next(failure=exc))

@@ -30,13 +30,13 @@ from engines.offload.model_runner import ModelRunner
 from engines.offload.pipeline.clocks import Offset
 from engines.offload.pipeline.cut import group_count
 from engines.offload.pipeline.lane import COMPUTE, SEND, WAIT, Lane, LaneSpan, events, metrics
-from engines.offload.pipeline.links import Links, LostRankError, What
+from engines.offload.pipeline.links import Command, Links, LostRankError
 from engines.offload.pipeline.messages import PassMessage
 from engines.offload.pipeline.processes import leading
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, all_layers, equal_stages, timed_stages
-from engines.offload.pipeline.started import require_ranks, world
+from engines.offload.pipeline.started import require_ranks, share_host, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
 from engines.offload.scheduler import Scheduler
@@ -61,7 +61,7 @@ class PipelineRunner(ModelRunner):
         why_lost: Callable[[], str], clocks: Mapping[int, Offset],
     ) -> None:  # fmt: skip
         super().__init__(loaded, kernels, stage.first)
-        loaded.meta_model.put_together_by(links)
+        loaded.meta_model.use_collectives(links)
         self._links, self._stage, self._clocks = links, stage, clocks
         self._why_lost = why_lost
         self._broken = False
@@ -90,8 +90,8 @@ class PipelineRunner(ModelRunner):
         """Lets the other ranks end too."""
         if not self._broken:
             with suppress(HarnessError):  # a rank that is lost by now has ended
-                self._take_back()
-                self._links.announce(What.END)
+                self._drain()
+                self._links.announce(Command.END)
             self._broken = True
         super().close()
 
@@ -107,8 +107,8 @@ class PipelineRunner(ModelRunner):
         lanes: list[TraceEvent] = events(0, self._lane.within(low, high), low)
         for rank in self._links.followers:
             clock = self._clocks.get(rank, Offset())
-            with self._naming():
-                report = self._links.query(rank, What.REPORT, [low + clock.seconds, high + clock.seconds])
+            with self._naming_lost_rank():
+                report = self._links.query(rank, Command.REPORT, [low + clock.seconds, high + clock.seconds])
             busy_s, sent, read, *spans = report
             by_rank |= metrics(rank, busy_s, self._lane.seconds)
             by_rank |= {f"rank{rank}_sent_bytes": sent, f"rank{rank}_weight_bytes_read": read}
@@ -122,17 +122,17 @@ class PipelineRunner(ModelRunner):
     def one_run(self) -> Iterator[None]:
         """Lets all ranks count from here on, too."""
         if not self._broken:
-            self._take_back()
+            self._drain()
             self._lane.clear()
             self._moved = self._bytes()
-            with self._naming():
-                self._links.announce(What.BEGIN)
+            with self._naming_lost_rank():
+                self._links.announce(Command.BEGIN)
         with super().one_run():
             try:
                 yield
             finally:
                 if not self._broken:
-                    self._take_back()
+                    self._drain()
 
     @contextmanager
     def whole(self) -> Iterator[Share]:
@@ -151,8 +151,8 @@ class PipelineRunner(ModelRunner):
         ids = [token for chunk in flight.chunks for token in chunk.tokens]
         message = PassMessage(flight.batches, ids, [logits_indices(batch) for batch in flight.batches])
         formed = time.perf_counter()
-        with self._naming():
-            self._links.announce(What.PASS, message.encoded())
+        with self._naming_lost_rank():
+            self._links.announce(Command.PASS, message.encoded())
         self._under_way.append(sum(message.rows))
         self._lane.add(COMPUTE, began, formed)
         self._lane.add(SEND, formed, time.perf_counter())
@@ -167,30 +167,30 @@ class PipelineRunner(ModelRunner):
         loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
         loaded.timeline.rest()  # other ranks compute
         began = time.perf_counter()
-        hidden = self._back()
+        hidden = self._receive_oldest()
         self._entered = time.perf_counter()
         loaded.timeline.add("wait", STAGE_BEFORE, began, self._entered)
         self._lane.add(WAIT, began, self._entered)
         return [None] * len(rows) if hidden is None else [loaded.device.upload(x) for x in torch.split(hidden, rows)]
 
-    def _back(self) -> torch.Tensor | None:
+    def _receive_oldest(self) -> torch.Tensor | None:
         """What enters this stage of the pass that has been under way for longest; None where the model begins here."""
         rows = self._under_way.popleft()
         if self._stage.is_first:
             return None
-        with self._naming():
+        with self._naming_lost_rank():
             return self._links.receive_hidden(rows, self.loaded.model.shape.hidden)
 
     def _bytes(self) -> tuple[int, int]:
         return self._links.bytes_sent, self.loaded.stream.bytes_read
 
-    def _take_back(self) -> None:
+    def _drain(self) -> None:
         """Takes what comes of passes that nobody will end, as a run was closed early: what they would have cached is
         not there, and later passes must not be given it."""
         if self._under_way:
             self._forget_prefixes()
         while self._under_way:
-            self._back()
+            self._receive_oldest()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -200,14 +200,14 @@ class PipelineRunner(ModelRunner):
                 yield
             except BaseException:
                 if not self._broken:
-                    self._take_back()
+                    self._drain()
                 raise
 
     def _reset(self) -> None:
         super()._reset()
         self._forget_prefixes()
         if not self._broken:
-            self._take_back()
+            self._drain()
 
     def _forget_prefixes(self) -> None:
         self.loaded.cache.reset_prefix_cache()
@@ -215,7 +215,7 @@ class PipelineRunner(ModelRunner):
             share.blocks.reset_prefix_cache()
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming_lost_rank(self) -> Iterator[None]:
         """Says which rank was lost, and why. What is under way cannot be gone on with."""
         try:
             yield
@@ -229,13 +229,13 @@ class TensorRunner(PipelineRunner):
 
     def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         try:
-            with self._naming():
+            with self._naming_lost_rank():
                 return super().end_pass(flight, clock)
         except BaseException:
             self._broken = True  # the other ranks wait in the middle of it
             raise
 
-    def _take_back(self) -> None:
+    def _drain(self) -> None:
         """A pass that nobody ends has the other ranks wait in it."""
         self._broken |= bool(self._under_way)
         self._under_way.clear()
@@ -248,6 +248,12 @@ def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units:
     require_ranks(policy.ranks)
     if request.limits.link is not None and (world() is not None or not is_linked()):
         raise UnsupportedError("limits.link_rate and link_delay: only `harness run` makes links; leave them out")
+    if request.limits.gpu and share_host():
+        name = "tensor" if policy.tensor > 1 else "pipeline"
+        raise UnsupportedError(
+            f"policy.{name}: the ranks of one host would share its device: leave limits.device_memory out, or start "
+            "one rank on each host with torchrun"
+        )
     equal = _equal(request)  # raises for what cannot be divided, before any process is started
     if not (world() is not None or policy.threads or request.limits.threads):
         threads = max(1, threads // policy.ranks)  # ranks that share this host share its cores

@@ -35,7 +35,7 @@ _PASSES, _ANSWERS, _PARTS = range(3)
 _EXCHANGES = 20
 
 
-class What(IntEnum):
+class Command(IntEnum):
     """What the leader tells: a pass, the end, that a run begins; and asks: what a rank did, what its clock shows."""
 
     PASS, END, BEGIN, REPORT, CLOCK = range(5)
@@ -62,22 +62,22 @@ class Links:
         self._lock = threading.Lock()
         self.bytes_sent = 0  # of hidden states, sums and logits
 
-    def announce(self, what: What, numbers: torch.Tensor | None = None) -> None:
+    def announce(self, command: Command, numbers: torch.Tensor | None = None) -> None:
         """From the leader to all others, int32 `numbers`."""
         for rank in self.followers:
-            self._tell(rank, what, numbers)
+            self._tell(rank, command, numbers)
 
-    def announced(self) -> tuple[What, torch.Tensor]:
+    def announced(self) -> tuple[Command, torch.Tensor]:
         """What the leader announces next, however long that takes. Raises LostRankError."""
         head = torch.empty(_HEAD, dtype=torch.int32)
         self._receive(head, 0, _FOREVER)
-        what, count = head[:2].tolist()
+        command, count = head[:2].tolist()
         inline = head[2 : 2 + count]
         if count <= len(inline):
-            return What(what), inline
+            return Command(command), inline
         rest = torch.empty(count - len(inline), dtype=torch.int32)
         self._receive(rest, 0, self._patience)
-        return What(what), torch.cat([inline, rest])
+        return Command(command), torch.cat([inline, rest])
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Hidden states [rows, width] in host memory to the next stage."""
@@ -91,7 +91,7 @@ class Links:
         self._receive(raw, self._before, self._patience)
         return self._wire.unpacked(raw, rows, width)
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the `part` [rows, outputs] of every rank: each adds up a slice of it and sends that to the others,
         so 2 (N - 1) / N of the part leave each of N ranks (NanoFlow, equation 7, for two sums a layer).
 
@@ -133,9 +133,9 @@ class Links:
         self._send(torch.tensor([len(values)]), 0, _ANSWERS)
         self._send(torch.tensor(values, dtype=torch.float64), 0, _ANSWERS)
 
-    def query(self, rank: int, what: What, values: Sequence[float] = ()) -> list[float]:
+    def query(self, rank: int, command: Command, values: Sequence[float] = ()) -> list[float]:
         """What a rank answers the leader, who tells it `values`. Raises LostRankError."""
-        self._tell(rank, what, torch.tensor(values, dtype=torch.float64).view(torch.int32) if values else None)
+        self._tell(rank, command, torch.tensor(values, dtype=torch.float64).view(torch.int32) if values else None)
         count = torch.empty(1, dtype=torch.long)
         self._receive(count, rank, self._patience, _ANSWERS)
         answer = torch.empty(int(count.item()), dtype=torch.float64)
@@ -147,14 +147,14 @@ class Links:
         exchanges = []
         for _ in range(_EXCHANGES):
             sent = time.perf_counter()
-            [answered] = self.query(rank, What.CLOCK)
+            [answered] = self.query(rank, Command.CLOCK)
             exchanges.append((sent, answered, time.perf_counter()))
         return offset(exchanges)
 
-    def _tell(self, rank: int, what: What, numbers: torch.Tensor | None) -> None:
+    def _tell(self, rank: int, command: Command, numbers: torch.Tensor | None) -> None:
         body = torch.empty(0, dtype=torch.int32) if numbers is None else numbers
         head = torch.zeros(_HEAD, dtype=torch.int32)
-        head[0], head[1] = int(what), len(body)
+        head[0], head[1] = int(command), len(body)
         inline = body[: _HEAD - 2]
         head[2 : 2 + len(inline)] = inline
         self._send(head, rank)

@@ -19,6 +19,11 @@ def world() -> int | None:
     return _number(os.environ, "WORLD_SIZE")
 
 
+def share_host() -> bool:
+    """Whether there are several ranks on this host, where there are several."""
+    return world() is None or os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+
+
 def own_rank() -> int:
     """The rank that the environment names, 0 where it names none. Raises HarnessError for one that is no number."""
     return _number(os.environ, "RANK") if "RANK" in os.environ else 0

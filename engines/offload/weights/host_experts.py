@@ -141,11 +141,13 @@ class HostExperts:
         bias = None if biases is None else biases[i].to(dtype)
         outputs = tiles[-1].stop if tiles[-1].axis == 0 else tiles[-1].shape[0]
         product = JointGemm([GemmRequest([matrix], x.to(dtype), [bias])], [outputs], way)
-        for tile in tiles:
-            weight = stored_view(self._pinned[tile.index], tile.stored, *tile.shape)
-            product.add(tile, weight, self._ways[tile.stored].gemm)
-        product.wait()
-        product.close()
+        try:
+            for tile in tiles:
+                weight = stored_view(self._pinned[tile.index], tile.stored, *tile.shape)
+                product.add(tile, weight, self._ways[tile.stored].gemm)
+            product.wait()
+        finally:
+            product.close()  # a pool's threads write to its results until then
         assert product.parts[0] is not None
         [out] = product.parts[0]
         return out

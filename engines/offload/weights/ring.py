@@ -32,13 +32,13 @@ class Ring(ABC):
         """
 
     def take(self, slot: int) -> tuple[Any, Any] | None:
-        """Lets work that is issued from here on use what was fetched to a slot. Returns stamps of when it was on its
-        way; None where it was there before."""
+        """Makes work issued from here on wait for the copy into a slot. Returns the copy's stamps (start, end); None
+        where the slot was filled before."""
         return None
 
     def copy_seconds(self) -> float | None:
-        """Blocks until all that was fetched is there, and says how long that was on its way; None where `fetch` waits
-        for it."""
+        """Waits for all copies that `fetch` began; returns the seconds from the first start to the last end, None
+        where `fetch` blocks."""
         return None
 
     @abstractmethod
@@ -107,7 +107,7 @@ class DeviceRing(Ring):
     def take(self, slot: int) -> tuple[Event, Event] | None:
         copied, self._copied[slot] = self._copied[slot], None
         if copied is not None:
-            self._device.join(copied[1])
+            self._device.wait_event(copied[1])
         return copied
 
     def copy_seconds(self) -> float | None:

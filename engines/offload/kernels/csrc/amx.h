@@ -6,7 +6,8 @@
 
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+// Activations are bfloat16 where the CPU has AVX512-BF16 (some virtual machines hide that and show AMX).
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX 1
 
 #include <immintrin.h>

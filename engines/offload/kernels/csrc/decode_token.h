@@ -134,7 +134,8 @@ class DecodeToken {
     else count = top_values(probabilities, seen, value_topk, sorted_, kept_);
     for (int64_t k = 0; k < count; ++k) probabilities_[k] = probabilities[kept_[k]];
     const float all = std::accumulate(probabilities, probabilities + seen, 0.0f);
-    const float growth = all / std::accumulate(probabilities_, probabilities_ + count, 0.0f);
+    const float of_kept = std::accumulate(probabilities_, probabilities_ + count, 0.0f);
+    const float growth = of_kept == 0 ? 0 : all / of_kept;  // a sink may outweigh all; NaN stays NaN
     for (int64_t k = 0; k < count; ++k) probabilities_[k] *= growth;
     for (int64_t k = 0, end = 0; k < count; k = end) {  // block by block
       const int64_t t = low + kept_[k];

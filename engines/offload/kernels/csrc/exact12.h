@@ -30,6 +30,8 @@ class Chunk {
     }
     exceptions_ = 0;
     if (count - counts[0] - best > kMost) return false;
+    unused_ = 0;  // equal values, equal bytes
+    std::memset(listed_, 0, sizeof listed_);
     std::memset(exponents_, 0, sizeof exponents_);
     std::memset(rest_, 0, sizeof rest_);
     for (int64_t i = 0; i < count; ++i) {

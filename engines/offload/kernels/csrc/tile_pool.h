@@ -19,6 +19,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -80,7 +81,10 @@ class TilePool {
  public:
   // The caller of `wait` is the last of `threads` threads.
   explicit TilePool(int threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    try {
+      for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // the system's limit of threads: those that there are share the work
+    }
   }
 
   ~TilePool() {

@@ -21,7 +21,7 @@ class Receiver(Protocol):
         """No more of the step follow."""
 
 
-class Post:
+class EventRelay:
     """Carries events to the asyncio loop in which it is first used."""
 
     def __init__(self) -> None:

@@ -20,7 +20,15 @@ from engines.offload.pipeline.meeting import LeaderEndedError, await_call, call_
 from engines.offload.pipeline.pulse import beat
 from engines.offload.pipeline.ranks import Failure, Ranks
 from engines.offload.pipeline.stages import order_of
-from engines.offload.pipeline.started import STORE, first_host, own_rank, rank_variables, require_ranks, world
+from engines.offload.pipeline.started import (
+    STORE,
+    first_host,
+    own_rank,
+    rank_variables,
+    ranks_share_host,
+    require_ranks,
+    world,
+)
 from engines.offload.pipeline.wire import PlainWire
 from harness.api import HarnessError
 from tests.offload import load, tiny
@@ -75,6 +83,21 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(name, monkeypatch):
         monkeypatch.setenv(each, "x" if each == name else "1")
     with pytest.raises(HarnessError, match=f"{name} is 'x' in the environment"):
         assert (own_rank(), world()) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "shared"),
+    [({}, True), ({"RANK": "0", "WORLD_SIZE": "2"}, False),
+     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, False),
+     ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True)],
+)  # fmt: skip
+def test_ranks_share_a_host_that_the_leader_starts_or_torchrun_puts_there(monkeypatch, environment, shared):
+    """Those would share its device."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_share_host() is shared
 
 
 def test_as_many_ranks_are_started_as_the_policy_has(monkeypatch, tmp_path):

@@ -36,7 +36,7 @@ from engines.offload.pipeline.processes import leading
 from engines.offload.pipeline.ranks import Loaded, Ranks
 from engines.offload.pipeline.rates import measured, rank_rates, stage_times
 from engines.offload.pipeline.stages import Division, all_layers, equal_stages, timed_stages
-from engines.offload.pipeline.started import require_ranks, share_host, world
+from engines.offload.pipeline.started import ranks_share_host, require_ranks, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
 from engines.offload.scheduler import Scheduler
@@ -248,7 +248,7 @@ def runner_of_ranks(request: LoadRequest, resources: ExitStack, attention_units:
     require_ranks(policy.ranks)
     if request.limits.link is not None and (world() is not None or not is_linked()):
         raise UnsupportedError("limits.link_rate and link_delay: only `harness run` makes links; leave them out")
-    if request.limits.gpu and share_host():
+    if request.limits.gpu and ranks_share_host():
         name = "tensor" if policy.tensor > 1 else "pipeline"
         raise UnsupportedError(
             f"policy.{name}: the ranks of one host would share its device: leave limits.device_memory out, or start "

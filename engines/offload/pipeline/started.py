@@ -19,8 +19,8 @@ def world() -> int | None:
     return _number(os.environ, "WORLD_SIZE")
 
 
-def share_host() -> bool:
-    """Whether there are several ranks on this host, where there are several."""
+def ranks_share_host() -> bool:
+    """Whether a job of several ranks has more than one of them on this host."""
     return world() is None or os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
 
 

@@ -11,7 +11,6 @@ from engines.common.requests import decoder, full_sequence
 from engines.offload.admission import AverageLength
 from engines.offload.backend.base import LoadRequest
 from engines.offload.backend.choice import backend_for
-from engines.offload.flight import Share, blocks_by_tier
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_store.options import kv_store_options
 from engines.offload.loaded_model import EngineStats, LoadedModel
@@ -22,6 +21,7 @@ from engines.offload.pass_model import LatencyBudget
 from engines.offload.pipeline.started import world
 from engines.offload.prefill_budget import PrefillBudget
 from engines.offload.refusals import refuse
+from engines.offload.scheduled_pass import Share, blocks_by_tier
 from engines.offload.score_job import score
 from engines.offload.scoring import Scoring
 from engines.offload.session import Session

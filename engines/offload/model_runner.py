@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from engines.offload.executor import Executor
-from engines.offload.flight import Flight, Share
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.attention import AttentionContext
 from engines.offload.loaded_model import LoadedModel
@@ -16,6 +15,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.pass_forming import PassFormer
 from engines.offload.pass_model import PassModel
 from engines.offload.prefill_budget import PrefillBudget, job_budget
+from engines.offload.scheduled_pass import ScheduledPass, Share
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -123,48 +123,48 @@ class ModelRunner:
         """
         return self.end_pass(self.begin_pass(scheduler, clock), clock)
 
-    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
+    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> ScheduledPass[S]:
         """Forms a pass, where that was not done while the last one computed."""
         began = time.monotonic()
-        flight = self._former.form(scheduler, clock())
-        flight.began_s = began
-        if not flight.batches:
+        scheduled = self._former.form(scheduler, clock())
+        scheduled.began_s = began
+        if not scheduled.batches:
             raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
-        for chunk in flight.chunks:
+        for chunk in scheduled.chunks:
             if chunk.sequence.start_s < 0:
                 chunk.sequence.start_s = clock()
-        return flight
+        return scheduled
 
-    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+    def end_pass(self, scheduled: ScheduledPass[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         """Runs a pass that was begun; returns as `run_pass`."""
         counts = self.loaded.counts
         try:
-            advanced = self._run(flight, clock)
+            advanced = self._run(scheduled, clock)
         except BaseException:
             self._reset()
             raise
-        seconds = time.monotonic() - flight.began_s
+        seconds = time.monotonic() - scheduled.began_s
         counts.passes += 1
-        counts.rows += flight.rows
+        counts.rows += scheduled.rows
         counts.pass_s += seconds
-        self.pass_model.observe(flight.rows, seconds)
+        self.pass_model.observe(scheduled.rows, seconds)
         return advanced
 
-    def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
+    def _entering(self, scheduled: ScheduledPass[S]) -> list[torch.Tensor | None]:
         """What enters the loaded layers, of each batch [tokens, hidden]; None where they begin with the embedding."""
-        return [None] * len(flight.batches)
+        return [None] * len(scheduled.batches)
 
-    def _run(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
-        loaded, scheduler, batches = self.loaded, flight.scheduler, flight.batches
-        entering = self._entering(flight)
+    def _run(self, scheduled: ScheduledPass[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        loaded, scheduler, batches = self.loaded, scheduled.scheduler, scheduled.batches
+        entering = self._entering(scheduled)
         loaded.check_tables()
         counts = [[len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch] for batch in batches]
         with torch.inference_mode():
-            packed = self._former.pack(flight, entering)
+            packed = self._former.pack(scheduled, entering)
             loaded.timeline.begin_pass()
-            logits = self._executor.run(packed, lambda: self._former.look_ahead(flight, clock()))
+            logits = self._executor.run(packed, lambda: self._former.look_ahead(scheduled, clock()))
             logits = [loaded.device.download(rows) for rows in logits]
-            loaded.timeline.close_pass(flight.rows)
+            loaded.timeline.close_pass(scheduled.rows)
             now = clock()
             advanced = []
             for batch, rows, each in zip(batches, logits, counts, strict=True):
@@ -173,7 +173,7 @@ class ModelRunner:
                     done = sequence.consume(chunk_rows, now)
                     if done and sequence.steps_left:  # without, it has left already
                         scheduler.finish(sequence)
-                    if sequence in flight.generating:
+                    if sequence in scheduled.generating:
                         advanced.append((sequence, done))
         if scheduler.next_arrival_s is None:
             loaded.timeline.rest()

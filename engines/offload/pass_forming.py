@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from engines.offload.flight import BatchMetadata, Flight
 from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.model.layer_products import PackedBatch
 from engines.offload.scheduled_chunk import ActiveSequence, ScheduledChunk, logits_indices, split
+from engines.offload.scheduled_pass import BatchMetadata, ScheduledPass
 from engines.offload.scheduler import Scheduler
 
 S = TypeVar("S", bound=ActiveSequence)
@@ -45,9 +45,9 @@ class PassFormer:
         self._loaded = loaded
         self._context = context
         self._forms_ahead = forms_ahead(loaded, threads)
-        self._ahead: Flight[Any] | None = None
+        self._ahead: ScheduledPass[Any] | None = None
 
-    def form(self, scheduler: Scheduler[S], now_s: float) -> Flight[S]:
+    def form(self, scheduler: Scheduler[S], now_s: float) -> ScheduledPass[S]:
         """The next pass, without batches where nobody can run."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.scheduler is scheduler and ahead.changes == scheduler.changes:
@@ -59,25 +59,25 @@ class PassFormer:
         """Forgets the pass that was formed ahead, and its sequences."""
         self._ahead = None
 
-    def look_ahead(self, flight: Flight[S], now_s: float) -> None:
+    def look_ahead(self, scheduled: ScheduledPass[S], now_s: float) -> None:
         """What needs none of a pass's logits, while its last matrix is multiplied: its sequences advance, those without
         steps left end, the next pass is formed where that pays, and the one before is summed up."""
-        flight.generating = frozenset(flight.scheduler.advance(flight.chunks))
+        scheduled.generating = frozenset(scheduled.scheduler.advance(scheduled.chunks))
         if self._forms_ahead:
-            following = self._form(flight.scheduler, now_s, ahead=True)
+            following = self._form(scheduled.scheduler, now_s, ahead=True)
             if following.batches and self._loaded.cache.offloaded is None:  # else blocks get their places as it begins
                 following.metadata = self._metadata(following)
             self._ahead = following if following.batches else None
         self._loaded.settle()
 
-    def pack(self, flight: Flight[S], entering: Sequence[torch.Tensor | None]) -> list[PackedBatch]:
+    def pack(self, scheduled: ScheduledPass[S], entering: Sequence[torch.Tensor | None]) -> list[PackedBatch]:
         """The batches of a pass that begins; `entering`: see PackedBatch.hidden."""
-        self._loaded.cache.begin(flight.batches)
-        metadata = flight.metadata or self._metadata(flight)
-        ids = [torch.tensor([t for chunk in batch for t in chunk.tokens]) for batch in flight.batches]
+        self._loaded.cache.begin(scheduled.batches)
+        metadata = scheduled.metadata or self._metadata(scheduled)
+        ids = [torch.tensor([t for chunk in batch for t in chunk.tokens]) for batch in scheduled.batches]
         return [PackedBatch(i, *each, hidden) for i, each, hidden in zip(ids, metadata, entering, strict=True)]
 
-    def _form(self, scheduler: Scheduler[S], now_s: float, ahead: bool) -> Flight[S]:
+    def _form(self, scheduler: Scheduler[S], now_s: float, ahead: bool) -> ScheduledPass[S]:
         counts, before = self._loaded.counts, (scheduler.prefix_hit_tokens, scheduler.preemptions)
         scheduled = scheduler.next_pass(now_s, ahead)
         counts.prefix_hit_tokens += scheduler.prefix_hit_tokens - before[0]
@@ -85,10 +85,10 @@ class PassFormer:
         policy = self._loaded.policy
         nano = policy.nano_count, policy.nano_order, policy.cpu_attention
         batches = [part for batch in scheduled for part in split(batch, *nano)]
-        return Flight(scheduler, batches, scheduler.changes)
+        return ScheduledPass(scheduler, batches, scheduler.changes)
 
-    def _metadata(self, flight: Flight[S]) -> list[BatchMetadata]:
-        return [self._of_batch(batch, number) for number, batch in enumerate(flight.batches)]
+    def _metadata(self, scheduled: ScheduledPass[S]) -> list[BatchMetadata]:
+        return [self._of_batch(batch, number) for number, batch in enumerate(scheduled.batches)]
 
     def _of_batch(self, batch: Sequence[ScheduledChunk[S]], number: int) -> BatchMetadata:
         positions = [at for chunk in batch for at in range(chunk.cached, chunk.cached + chunk.count)]

@@ -8,9 +8,9 @@ from pathlib import Path
 from engines.common.json_schema import Constraint, constraints
 from engines.common.requests import decoder
 from engines.offload.admission import AverageLength
-from engines.offload.flight import Flight, Share
 from engines.offload.model_runner import ModelRunner
 from engines.offload.prefill_budget import make_scheduler
+from engines.offload.scheduled_pass import ScheduledPass, Share
 from engines.offload.scheduler import Scheduler
 from engines.offload.sequence import Generation
 from harness.api import (
@@ -45,7 +45,7 @@ class Session:
             [], share.blocks, share.policy, share.plan, budget, share.plan.chunk,
             max_logits=max(_FEW_LOGITS, loaded.plan.most_logits(loaded.policy)), average=average,
         )  # fmt: skip
-        self._flight: Flight[Generation] | None = None  # the pass that was begun and has not ended
+        self._scheduled: ScheduledPass[Generation] | None = None  # the pass that was begun and has not ended
         self._began = time.monotonic()
         self._submitted: list[GenerationRequest] = []  # since the last step
         self._accepted: dict[str, Generation] = {}
@@ -85,14 +85,14 @@ class Session:
 
     def in_flight(self) -> bool:
         """Whether a pass was begun and has not ended."""
-        return self._flight is not None
+        return self._scheduled is not None
 
     def begin(self) -> list[Event]:
         """The first half of a step: to the point where a pass is under way, if a request is left."""
         events: list[Event] = [*self._end_cancelled(), *self._accept_submitted()]
         if self._accepted:
             try:
-                self._flight = self._runner.begin_pass(self._scheduler, self.clock)
+                self._scheduled = self._runner.begin_pass(self._scheduler, self.clock)
             except BaseException:
                 self.close()
                 raise
@@ -102,11 +102,11 @@ class Session:
 
     def finish(self) -> list[Event]:
         """The second half: ends the pass that was begun, if any."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
             return []
         try:
-            advanced = self._runner.end_pass(flight, self.clock)
+            advanced = self._runner.end_pass(scheduled, self.clock)
         except BaseException:
             self.close()
             raise
@@ -122,7 +122,7 @@ class Session:
 
     def close(self) -> None:
         """Drops all requests and frees their KV blocks. Idempotent."""
-        self._flight = None
+        self._scheduled = None
         for sequence in self._accepted.values():
             self._scheduler.finish(sequence)
         self._accepted.clear()

@@ -10,7 +10,7 @@ from harness.api import FinishedEvent, GenerationRequest, GenerationResult, Toke
 from harness.api.task import Text
 from harness.batch.format import BatchLine, answer, chat_logprobs, completion_logprobs
 from harness.batch.texts import GrowingText, echo_of, generated_text
-from harness.serve.requests import Asked
+from harness.serve.requests import ParsedRequest
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 #: Stands for a piece of text in a chunk that is prepared; nothing else of a chunk has it.
@@ -22,7 +22,7 @@ class Answer:
     """The answer that is under way to one HTTP request, named `id`."""
 
     id: str
-    asked: Asked
+    asked: ParsedRequest
     requests: Sequence[GenerationRequest]
     model: str
     text: Text

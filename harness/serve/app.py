@@ -18,12 +18,12 @@ from harness.batch.format import LineError, parse_object, require_unicode
 from harness.serve.answers import Answer
 from harness.serve.batches import Batches, add_batch_routes, add_file_routes
 from harness.serve.bodies import whole_body
-from harness.serve.described import ERRORS, generation, json_body
 from harness.serve.errors import error
 from harness.serve.event_relay import EventRelay
 from harness.serve.metrics import Metrics
+from harness.serve.openapi import ERRORS, generation, json_body
 from harness.serve.origins import is_foreign, is_loopback
-from harness.serve.requests import Asked, RequestError, no_model, parse, requests_for
+from harness.serve.requests import ParsedRequest, RequestError, no_model, parse, requests_for
 from harness.serve.running import Running
 from harness.serve.served import Served
 from harness.serve.status import PAGE, add_status_routes
@@ -60,7 +60,7 @@ def make_app(served: Served, batches: Batches | None = None) -> FastAPI:
     async def chats(request: Request) -> Response:
         return await generate(request, chat=True)
 
-    def understand(raw: bytes, chat: bool, number: int) -> tuple[Asked, list[GenerationRequest]]:
+    def understand(raw: bytes, chat: bool, number: int) -> tuple[ParsedRequest, list[GenerationRequest]]:
         settings = served.settings
         asked = parse(raw, chat, number << 16, served.name, settings.max_tokens, settings.max_pending)
         return asked, requests_for(asked, served.shape, served.text, served.longest)

@@ -22,8 +22,8 @@ from harness.common.locks import locked
 from harness.serve.batch_runner import BatchRunner, Identity
 from harness.serve.batch_store import Batch, BatchStore, Endpoint
 from harness.serve.bodies import limited, whole_body
-from harness.serve.described import content_of, form_body, json_body
 from harness.serve.file_store import FileStore, StoredFile
+from harness.serve.openapi import content_of, form_body, json_body
 from harness.serve.requests import RequestError
 from harness.serve.served import Served
 from harness.serve.settings import MAX_UPLOAD

@@ -33,7 +33,7 @@ def no_model(asked: str, served: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """What a client asks for: a line for each of its prompts, and whether the answer is to be streamed, with its usage
     at the end, and so far in each chunk (`usage_so_far`, as vLLM's servers have it)."""
 
@@ -49,7 +49,7 @@ class Asked:
         return sum(line.samples for line in self.lines)
 
 
-def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int, most: int) -> Asked:
+def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int, most: int) -> ParsedRequest:
     """The body of request `number` to a server of `model` that holds `most` answers at a time. Raises RequestError."""
     try:
         settings = parse_object(raw)
@@ -67,10 +67,10 @@ def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int, most
         raise RequestError(no_model(str(lines[0].model), model), 404, "model_not_found")
     if stream and lines[0].sampling.prompt_logprobs:
         raise RequestError("echo with logprobs: only without stream")
-    return Asked(lines, chat, stream, "include_usage" in usage, usage == set(_USAGE))
+    return ParsedRequest(lines, chat, stream, "include_usage" in usage, usage == set(_USAGE))
 
 
-def requests_for(asked: Asked, shape: ModelShape, text: Text, longest: int) -> list[GenerationRequest]:
+def requests_for(asked: ParsedRequest, shape: ModelShape, text: Text, longest: int) -> list[GenerationRequest]:
     """The engine's requests, one for each choice. Raises RequestError for what it cannot run."""
     requests = list[GenerationRequest]()
     for line in asked.lines:

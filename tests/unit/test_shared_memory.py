@@ -17,7 +17,7 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import kv_block_bytes
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.pass_time import JobPasses, LinkRates, PassRates, Traffic
-from engines.offload.memory.placement import SharedMemory, TierBudgets
+from engines.offload.memory.placement import PlacementProgram, TierBudgets
 from engines.offload.memory.plan import MemoryRequest, WeightClass
 from engines.offload.memory.storage import Plain
 from engines.planning.engine_cost_models import engine_cost_model
@@ -117,7 +117,7 @@ def test_memory_is_shared_as_the_linear_programme_does(seed):
             for times, lanes in kinds
         )
 
-    shared = SharedMemory(weights, BLOCKS, cache_bytes / BLOCKS, budgets, job_seconds, held)
+    shared = PlacementProgram(weights, BLOCKS, cache_bytes / BLOCKS, budgets, job_seconds, held)
     solution = programme(weights, cache_bytes, budgets, kinds, held)
     if not shared.fits:
         assert not solution.success

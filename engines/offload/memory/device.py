@@ -13,7 +13,7 @@ from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes,
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pass_time import JobPasses, PassRates
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.placement import SharedMemory, TierBudgets
+from engines.offload.memory.placement import PlacementProgram, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, largest, mib
 from engines.offload.memory.planner import MemoryPlanner, fewer_sequences, summed
 from harness.api import DTYPE_BYTES, InfeasibleError, ModelShape, OffloadPolicy
@@ -196,7 +196,7 @@ class _DevicePlanner(MemoryPlanner):
         assert self._rates is not None
         return JobPasses(self._request, self._policy, self._rates, sequences, self._activations.chunk, 0)
 
-    def _shared(self, sequences: int, blocks: int) -> SharedMemory:
+    def _shared(self, sequences: int, blocks: int) -> PlacementProgram:
         """The division of memory between weights and so many KV blocks."""
         budgets = TierBudgets(
             self._device - self._fixed(sequences),
@@ -208,7 +208,7 @@ class _DevicePlanner(MemoryPlanner):
         )
         classes = self._request.weight_classes(sequences)
         held = None if self._policy.weights is None else self._held_weights
-        return SharedMemory(classes, blocks, self._block_bytes, budgets, self._passes(sequences).job_seconds, held)
+        return PlacementProgram(classes, blocks, self._block_bytes, budgets, self._passes(sequences).job_seconds, held)
 
     def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
         """Divides KV blocks between the tiers; None if they do not fit."""

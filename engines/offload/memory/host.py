@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes, stage_blocks
 from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
-from engines.offload.memory.placement import SharedMemory, Shares, TierBudgets
+from engines.offload.memory.placement import PlacementProgram, Shares, TierBudgets
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
 from engines.offload.memory.planner import MemoryPlanner, fewer_sequences, summed
 from harness.api import InfeasibleError, OffloadPolicy
@@ -172,7 +172,7 @@ class _HostPlanner(MemoryPlanner):
         passes = JobPasses(self._request, self._policy, rates, sequences, self._activations.chunk, 0)
         block_bytes = kv_block_bytes(self._request.shape, self._request.cache)
         held = None if self._held_weights is None else (0.0, float(self._held_weights))
-        shared = SharedMemory(classes, blocks, block_bytes, budgets, passes.job_seconds, held)
+        shared = PlacementProgram(classes, blocks, block_bytes, budgets, passes.job_seconds, held)
         return shared.best() if shared.fits else None
 
     def _fixed(self, sequences: int) -> int:

@@ -53,7 +53,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class PlacementProgram:
     """The programme for `blocks` KV blocks of `block_bytes` bytes and `weights`, most likely ones first, in `budgets`.
 
     job_seconds: of what passes move; convex, and never less for more, nor for blocks on disk than in host memory.

@@ -17,7 +17,6 @@ import torch
 
 from engines.offload.backend.base import LoadRequest
 from engines.offload.backend.choice import backend_for
-from engines.offload.flight import Flight, Share
 from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.loaded_model import LoadedModel
@@ -39,6 +38,7 @@ from engines.offload.pipeline.stages import Division, all_layers, equal_stages, 
 from engines.offload.pipeline.started import ranks_share_host, require_ranks, world
 from engines.offload.pipeline.wire import wire_of
 from engines.offload.scheduled_chunk import logits_indices
+from engines.offload.scheduled_pass import ScheduledPass, Share
 from engines.offload.scheduler import Scheduler
 from engines.offload.scoring import Scoring
 from engines.offload.sequence import Generation
@@ -143,28 +143,28 @@ class PipelineRunner(ModelRunner):
         finally:
             self._forget_prefixes()
 
-    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> Flight[S]:
+    def begin_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> ScheduledPass[S]:
         if self._broken:
             raise HarnessError("a rank was lost: load the model again")
         began = time.perf_counter()
-        flight = super().begin_pass(scheduler, clock)
-        ids = [token for chunk in flight.chunks for token in chunk.tokens]
-        message = PassMessage(flight.batches, ids, [logits_indices(batch) for batch in flight.batches])
+        scheduled = super().begin_pass(scheduler, clock)
+        ids = [token for chunk in scheduled.chunks for token in chunk.tokens]
+        message = PassMessage(scheduled.batches, ids, [logits_indices(batch) for batch in scheduled.batches])
         formed = time.perf_counter()
         with self._naming_lost_rank():
             self._links.announce(Command.PASS, message.encoded())
         self._under_way.append(sum(message.rows))
         self._lane.add(COMPUTE, began, formed)
         self._lane.add(SEND, formed, time.perf_counter())
-        return flight
+        return scheduled
 
-    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
-        advanced = super().end_pass(flight, clock)
+    def end_pass(self, scheduled: ScheduledPass[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        advanced = super().end_pass(scheduled, clock)
         self._lane.add(COMPUTE, self._entered, time.perf_counter())
         return advanced
 
-    def _entering(self, flight: Flight[S]) -> list[torch.Tensor | None]:
-        loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in flight.batches]
+    def _entering(self, scheduled: ScheduledPass[S]) -> list[torch.Tensor | None]:
+        loaded, rows = self.loaded, [sum(chunk.count for chunk in batch) for batch in scheduled.batches]
         loaded.timeline.rest()  # other ranks compute
         began = time.perf_counter()
         hidden = self._receive_oldest()
@@ -227,10 +227,10 @@ class PipelineRunner(ModelRunner):
 class TensorRunner(PipelineRunner):
     """Runs passes of which every rank computes its part of every product."""
 
-    def end_pass(self, flight: Flight[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+    def end_pass(self, scheduled: ScheduledPass[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
         try:
             with self._naming_lost_rank():
-                return super().end_pass(flight, clock)
+                return super().end_pass(scheduled, clock)
         except BaseException:
             self._broken = True  # the other ranks wait in the middle of it
             raise

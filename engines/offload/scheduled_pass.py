@@ -43,7 +43,7 @@ class BatchMetadata(NamedTuple):
 
 
 @dataclass
-class Flight(Generic[S]):
+class ScheduledPass(Generic[S]):
     """A pass that was formed: the batches of `scheduler`, after so many `changes` there.
 
     `metadata`: of each batch, where it is built already. `began_s`: when the pass began. `generating`: the sequences

@@ -13,7 +13,7 @@ products are slow on CPUs without float16 arithmetic.
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,14 +36,16 @@ _Shares = tuple[float, float, float]  # of device, host, disk
 
 _NAME = "weights"  # FlexGen reads its weights from the folder `<name>-np`
 _FLOAT16_BYTES = 2
+#: Pinned memory of FlexGen's disk with a device: four copy threads, each with 2^30 values (pytorch_backend.TorchDisk).
+_COPY_BYTES = 4 * _FLOAT16_BYTES << 30
 _GROUP = 64  # FlexGen's group size: along the outputs for weights, along the head for the KV cache
 
 
 class FlexGenEngine(api.Engine):
     """Takes no options. Honours placements, 4 bits, overlap, CPU attention and value sparsity.
 
-    Where the policy leaves `weights` out, the fast tier gets as many weights as fit beside the KV cache, the disk the
-    rest. Raises UnsupportedError for per-request sampling, stop strings and scores.
+    Where the policy leaves `weights` out, the device and then the host get as many weights as fit beside the KV cache,
+    the disk the rest. Raises UnsupportedError for per-request sampling, stop strings and scores.
     """
 
     name = "flexgen_ref"
@@ -191,10 +193,19 @@ def _placement(
     kv, work = working_bytes(shape, policy.block_size, job.max_sequence, _FLOAT16_BYTES)
     # FlexGen copies one layer to where it is computed while it reads the next
     two_layers = 2 * max(shape.params_per_layer, shape.vocab * shape.hidden) * _FLOAT16_BYTES
-    budget = device if on_device else limits.host_memory
-    require_memory("flexgen_ref", two_layers + work, budget, "two layers and its working memory")
-    free = math.inf if budget is None else budget - kv * policy.kv_bits // 16 - work - two_layers - SLACK_BYTES
-    return _largest_share(shape, free, policy.weight_bits, 0 if on_device else 1), cache, activations
+    fast_budget = device if on_device else limits.host_memory
+    require_memory("flexgen_ref", two_layers + work, fast_budget, "two layers and its working memory")
+    kv = kv * policy.kv_bits // 16
+
+    def free(budget: int | None, tier: int, reserved: int) -> float:
+        return math.inf if budget is None else budget - kv * cache[tier] - reserved - SLACK_BYTES
+
+    if on_device:
+        on_fast = free(device, 0, work + two_layers)
+        on_host = free(limits.host_memory, 1, _COPY_BYTES + math.ceil(work * activations[1]))
+    else:
+        on_fast, on_host = -1, free(limits.host_memory, 1, work + two_layers)  # not even a share of no bytes
+    return _most_in_memory(shape, on_fast, on_host, policy.weight_bits), cache, activations
 
 
 def _weights_by_tier(shape: api.ModelShape, shares: _Shares, bits: int) -> tuple[int, int, int]:
@@ -219,14 +230,16 @@ def _weights_by_tier(shape: api.ModelShape, shares: _Shares, bits: int) -> tuple
     return tiers[0], tiers[1], tiers[2]
 
 
-def _largest_share(shape: api.ModelShape, free: float, bits: int, tier: int) -> _Shares:
-    """The shares, in whole percent, that put as many weights as fit `free` bytes on `tier` and the rest on disk."""
-    for percent in range(100, -1, -1):
-        share = percent / 100
-        shares: _Shares = (share, 0.0, 1 - share) if tier == 0 else (0.0, share, 1 - share)
-        if _weights_by_tier(shape, shares, bits)[tier] <= free:
-            break
-    return shares
+def _most_in_memory(shape: api.ModelShape, device: float, host: float, bits: int) -> _Shares:
+    """The shares, in whole percent, that put as many weights as fit `device` bytes there, as many of the others as fit
+    `host` bytes there, and the rest on disk."""
+
+    def fit(percents: range, tier: int, free: float, shares: Callable[[int], _Shares]) -> int:
+        return next((p for p in percents if _weights_by_tier(shape, shares(p), bits)[tier] <= free), 0)
+
+    first = fit(range(100, -1, -1), 0, device, lambda p: (p / 100, 0.0, (100 - p) / 100))
+    second = fit(range(100 - first, -1, -1), 1, host, lambda p: (first / 100, p / 100, (100 - first - p) / 100))
+    return first / 100, second / 100, (100 - first - second) / 100
 
 
 def _weight_files(model: api.LocalModel, job: api.Job) -> Path:

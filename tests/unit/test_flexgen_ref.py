@@ -1,10 +1,12 @@
 """The weight placement that we compute for FlexGen follows FlexGen's rule and fits the budget."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.adapters.flexgen_ref import _largest_share, _weights_by_tier
+from engines.adapters.flexgen_ref import _most_in_memory, _weights_by_tier
 from engines.models import shapes
 
 OPT = shapes.shape("facebook/opt-1.3b")
@@ -23,14 +25,23 @@ def test_four_bits_and_their_scales_take_four_and_a_half_bits_a_weight():
     assert sum(_weights_by_tier(OPT, (0.0, 1.0, 0.0), 4)) == pytest.approx(WHOLE * 4.5 / 16, rel=0.01)
 
 
-@given(st.floats(0, 4e9), st.sampled_from([16, 4]))
-def test_the_fast_tier_gets_the_largest_share_that_fits(free, bits):
-    shares = _largest_share(OPT, free, bits, 1)
+@given(st.floats(-1, 4e9), st.floats(0, 4e9), st.sampled_from([16, 4]))
+def test_the_device_then_the_host_get_the_largest_shares_that_fit(device, host, bits):
+    shares = _most_in_memory(OPT, device, host, bits)
     assert sum(shares) == pytest.approx(1)
-    assert _weights_by_tier(OPT, shares, bits)[1] <= free
-    more = round(shares[1], 2) + 0.01
-    if more < 1:
-        assert _weights_by_tier(OPT, (0.0, more, 1 - more), bits)[1] > free
+    by_tier = _weights_by_tier(OPT, shares, bits)
+    assert by_tier[0] <= max(device, 0)
+    assert by_tier[1] <= host
+    first, second = (round(100 * share) for share in shares[:2])
+    if first < 100:
+        assert _weights_by_tier(OPT, ((first + 1) / 100, 0.0, (99 - first) / 100), bits)[0] > device
+    if first + second < 100:
+        more = (first / 100, (second + 1) / 100, (99 - first - second) / 100)
+        assert _weights_by_tier(OPT, more, bits)[1] > host
+
+
+def test_without_a_device_no_share_is_on_one():
+    assert _most_in_memory(OPT, -1, math.inf, 16) == (0.0, 1.0, 0.0)
 
 
 def test_the_middle_of_a_tensor_decides_its_tier():

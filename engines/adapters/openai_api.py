@@ -29,6 +29,7 @@ _ENDS_S = 0.2
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Positions that llama.cpp's server keeps free in each sequence.
 _SPARE = 16
+_GGUF_KINDS: Mapping[api.Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class OpenAiApiEngine(api.OnlineEngine):
@@ -36,13 +37,15 @@ class OpenAiApiEngine(api.OnlineEngine):
 
     One of `base_url` (a server that runs, such as http://gpu-host:8000) and `command`, with `image` for a container:
     there `command` is what follows the image's entry point. Placeholders: {port}, {model} (the checkpoint's folder),
-    {gguf} (the checkpoint as a GGUF file in 16 bits), {context} (tokens of the longest sequence), {batch}, {contexts}
-    (of a batch of them), {threads}, {memory} (limits.host_memory in bytes), {python} and {prefix} (of the environment).
+    {gguf} (the checkpoint as a GGUF file of its dtype) and {gguf_f16} (in float16), {context} (tokens of the longest
+    sequence), {batch}, {contexts} (of a batch of them), {threads}, {memory} (limits.host_memory in bytes), {python} and
+    {prefix} (of the environment).
 
-    `model`: the served name; by default the first of /v1/models. `endpoint`: completions, or chat. `prompt`: token
-    ids, or text, which the server tokenizes by itself. `health`: the path that answers 200 when the server is ready.
-    `body`: keys of every request beside the standard ones and ignore_eos; None takes one away. `api_key_env`: the
-    environment variable that holds the key. Raises UnsupportedError for scores.
+    `model`: the served name, in which {model} is the checkpoint's folder; by default the first of /v1/models.
+    `endpoint`: completions, or chat. `prompt`: token ids, or text, which the server tokenizes by itself. `health`: the
+    path that answers 200 when the server is ready. `body`: keys of every request beside the standard ones and
+    ignore_eos; None takes one away. `api_key_env`: the environment variable that holds the key. Raises UnsupportedError
+    for scores.
     """
 
     name = "openai_api"
@@ -94,8 +97,7 @@ class OpenAiApiEngine(api.OnlineEngine):
         self._http = self._call(self._open(key))
         healthy = self._server.wait if self._server else _wait_for_given
         healthy(lambda: self._call(self._answers()), self._start_timeout if self._server else 5.0)
-        if not self._served:
-            self._served = self._call(self._first_model())
+        self._served = self._served.replace("{model}", model.path) or self._call(self._first_model())
         return api.LoadReport(
             vocab=model.shape.vocab,
             max_context=model.shape.max_context,
@@ -112,14 +114,16 @@ class OpenAiApiEngine(api.OnlineEngine):
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> str:  # fmt: skip
         """Starts the server; returns its address."""
+        from engines.models.gguf_writer import to_gguf
+
         port = free_port()
         threads = limits.threads or usable_cpus()
         # each by itself: the files of a hub's folder are links to elsewhere
         folder = sorted(Path(model.path).iterdir()) if self._launch.image and model.path else []
         files = {str(file): file.resolve() for file in folder if file.exists()}
 
-        def gguf() -> Path:
-            path = _gguf(model, job).absolute()
+        def gguf(kind: str) -> Path:
+            path = to_gguf(model, job, kind).absolute()
             files[str(path)] = path.resolve()
             return path
 
@@ -127,7 +131,8 @@ class OpenAiApiEngine(api.OnlineEngine):
             **PLACES,
             "port": lambda: port,
             "model": lambda: model.path,
-            "gguf": gguf,
+            "gguf": lambda: gguf(_GGUF_KINDS[model.dtype]),
+            "gguf_f16": lambda: gguf("F16"),
             "context": lambda: job.max_sequence,
             "contexts": lambda: (job.max_sequence + _SPARE) * policy.block_size,
             "batch": lambda: policy.block_size,
@@ -313,11 +318,3 @@ def _wait_for_given(healthy: Callable[[], bool], timeout_s: float) -> None:
             raise api.HarnessError("no server answers at options.base_url with 200 on its health path; start it, or "
                                    "set options.health (such as /v1/models)")  # fmt: skip
         time.sleep(0.1)
-
-
-def _gguf(model: api.LocalModel, job: api.Job) -> Path:
-    """The checkpoint as a GGUF file of its own dtype."""
-    from engines.models.gguf_writer import to_gguf
-
-    kinds: Mapping[api.Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-    return to_gguf(model, job, kinds[model.dtype])

@@ -76,6 +76,37 @@ def events_of(engine: OpenAiApiEngine, *requests: api.GenerationRequest) -> dict
     return found
 
 
+def test_the_served_name_may_be_the_checkpoints_folder(server: Server, tmp_path: Path) -> None:
+    """As `transformers serve` wants it, which lists only models of the hub's cache."""
+    engine = OpenAiApiEngine(base_url=url(server), model="{model}")
+    model = replace(MODEL, path=str(tmp_path))
+    engine.load(model, api.OffloadPolicy(), api.HardwareLimits(), api.Job(tmp_path, tmp_path, 64, 32))
+    events_of(engine, asked("a", 7))
+    engine.close()
+    assert seen(server)[-1]["model"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(("place", "kind"), [("{gguf}", "BF16"), ("{gguf_f16}", "F16")])
+def test_a_server_gets_the_weights_as_a_gguf_file_of_their_dtype_or_in_float16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, kind: str
+) -> None:
+    words: list[str] = []
+
+    def started(launch: Launch, command: list[str], files: object, log: Path) -> None:
+        words.extend(command)
+        raise api.UnsupportedError("not started")
+
+    monkeypatch.setattr("engines.models.gguf_writer.to_gguf", lambda model, job, kind: tmp_path / kind)
+    monkeypatch.setattr("engines.adapters.openai_api.ServerProcess", started)
+    engine = OpenAiApiEngine(command=f"server --model {place}")
+    with pytest.raises(api.UnsupportedError, match="not started"):
+        engine.load(
+            replace(MODEL, dtype="bfloat16"), api.OffloadPolicy(), api.HardwareLimits(),
+            api.Job(tmp_path, tmp_path, 64, 32),
+        )  # fmt: skip
+    assert words == ["server", "--model", str((tmp_path / kind).absolute())]
+
+
 def test_answers_have_the_servers_counts_and_a_time_for_each_token(engine: OpenAiApiEngine, server: Server) -> None:
     before = engine.clock()
     (event,) = events_of(engine, asked("a", 7, 8, 9)).values()
@@ -266,7 +297,7 @@ def test_a_container_sees_what_its_command_names(tmp_path: Path, monkeypatch: py
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    monkeypatch.setattr("engines.adapters.openai_api._gguf", lambda model, job: gguf)
+    monkeypatch.setattr("engines.models.gguf_writer.to_gguf", lambda model, job, kind: gguf)
     engine = OpenAiApiEngine(image="i", command="--model {model} --gguf {gguf}")
     limits, job = api.HardwareLimits(device_memory=1 << 30), api.Job(tmp_path, tmp_path, 64, 32)
     with pytest.raises(api.HarnessError, match="the server ended with 0"):

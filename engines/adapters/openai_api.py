@@ -98,6 +98,7 @@ class OpenAiApiEngine(api.OnlineEngine):
         healthy = self._server.wait if self._server else _wait_for_given
         healthy(lambda: self._call(self._answers()), self._start_timeout if self._server else 5.0)
         self._served = self._served.replace("{model}", model.path) or self._call(self._first_model())
+        named = Path(self._served).name if self._served.startswith("/") else self._served  # records name no folders
         return api.LoadReport(
             vocab=model.shape.vocab,
             max_context=model.shape.max_context,
@@ -105,9 +106,7 @@ class OpenAiApiEngine(api.OnlineEngine):
             policy=policy,
             compute_dtype=model.dtype,
             weights_by_tier=(0, 0, 0),
-            notes=(
-                f"server: {self._call(self._version())}, model {self._served}, {self._endpoint} from {self._prompt}",
-            ),
+            notes=(f"server: {self._call(self._version())}, model {named}, {self._endpoint} from {self._prompt}",),
         )
 
     def _start(

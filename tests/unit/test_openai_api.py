@@ -80,10 +80,11 @@ def test_the_served_name_may_be_the_checkpoints_folder(server: Server, tmp_path:
     """As `transformers serve` wants it, which lists only models of the hub's cache."""
     engine = OpenAiApiEngine(base_url=url(server), model="{model}")
     model = replace(MODEL, path=str(tmp_path))
-    engine.load(model, api.OffloadPolicy(), api.HardwareLimits(), api.Job(tmp_path, tmp_path, 64, 32))
+    report = engine.load(model, api.OffloadPolicy(), api.HardwareLimits(), api.Job(tmp_path, tmp_path, 64, 32))
     events_of(engine, asked("a", 7))
     engine.close()
     assert seen(server)[-1]["model"] == str(tmp_path)
+    assert report.notes == (f"server: version 1.2.3, model {tmp_path.name}, completions from ids",)
 
 
 @pytest.mark.parametrize(("place", "kind"), [("{gguf}", "BF16"), ("{gguf_f16}", "F16")])

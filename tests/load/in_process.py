@@ -58,7 +58,9 @@ def _run(settings: ServeSettings, questions: Sequence[Question], clients: int) -
         engine, longest = online_engine(session, settings)
         answers = {}
         for question in questions:
-            asked = parse(question.body, question.chat, question.number << 16, "", settings.max_tokens)
+            asked = parse(
+                question.body, question.chat, question.number << 16, "", settings.max_tokens, settings.max_pending
+            )
             requests = requests_for(asked, session.model.shape, session.text, longest)
             answers[question.number] = Answer("", asked, requests, "", session.text)
         seconds = _drive(engine, list(answers.values()), clients)

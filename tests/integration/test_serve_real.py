@@ -87,7 +87,8 @@ def test_a_batch_survives_kills_and_answers_as_a_file_is_answered(cli):
 
 def test_lm_eval_s_own_client_scores_as_the_engine_in_process(cli, smollm2):
     """Continuations of several tokens: log-likelihoods, and whether greedy decoding gives them."""
-    local = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm-eval and its extra api")
+    local = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm-eval")
+    pytest.importorskip("tenacity", reason="needs what lm-eval's extra api installs")
     from lm_eval.api.instance import Instance
 
     contexts = ("The capital of France is", "Water boils at a temperature of", "Two and two make")

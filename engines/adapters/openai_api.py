@@ -113,8 +113,6 @@ class OpenAiApiEngine(api.OnlineEngine):
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> str:  # fmt: skip
         """Starts the server; returns its address."""
-        from engines.models.gguf_writer import to_gguf
-
         port = free_port()
         threads = limits.threads or usable_cpus()
         # each by itself: the files of a hub's folder are links to elsewhere
@@ -122,6 +120,8 @@ class OpenAiApiEngine(api.OnlineEngine):
         files = {str(file): file.resolve() for file in folder if file.exists()}
 
         def gguf(kind: str) -> Path:
+            from engines.models.gguf_writer import to_gguf  # environments of other servers lack its package
+
             path = to_gguf(model, job, kind).absolute()
             files[str(path)] = path.resolve()
             return path

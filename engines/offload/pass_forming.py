@@ -79,12 +79,12 @@ class PassFormer:
 
     def _form(self, scheduler: Scheduler[S], now_s: float, ahead: bool) -> ScheduledPass[S]:
         counts, before = self._loaded.counts, (scheduler.prefix_hit_tokens, scheduler.preemptions)
-        scheduled = scheduler.next_pass(now_s, ahead)
+        whole = scheduler.next_pass(now_s, ahead)
         counts.prefix_hit_tokens += scheduler.prefix_hit_tokens - before[0]
         counts.preemptions += scheduler.preemptions - before[1]
         policy = self._loaded.policy
         nano = policy.nano_count, policy.nano_order, policy.cpu_attention
-        batches = [part for batch in scheduled for part in split(batch, *nano)]
+        batches = [part for batch in whole for part in split(batch, *nano)]
         return ScheduledPass(scheduler, batches, scheduler.changes)
 
     def _metadata(self, scheduled: ScheduledPass[S]) -> list[BatchMetadata]:

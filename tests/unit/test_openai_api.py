@@ -108,6 +108,18 @@ def test_a_server_gets_the_weights_as_a_gguf_file_of_their_dtype_or_in_float16(
     assert words == ["server", "--model", str((tmp_path / kind).absolute())]
 
 
+def test_a_server_of_an_environment_without_the_package_gguf_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def started(launch: Launch, command: list[str], files: object, log: Path) -> None:
+        raise api.UnsupportedError("not started")
+
+    monkeypatch.setitem(sys.modules, "engines.models.gguf_writer", None)  # its import fails
+    monkeypatch.setattr("engines.adapters.openai_api.ServerProcess", started)
+    with pytest.raises(api.UnsupportedError, match="not started"):
+        load(OpenAiApiEngine(command="server --model {model}"), tmp_path)
+
+
 def test_answers_have_the_servers_counts_and_a_time_for_each_token(engine: OpenAiApiEngine, server: Server) -> None:
     before = engine.clock()
     (event,) = events_of(engine, asked("a", 7, 8, 9)).values()

@@ -42,7 +42,8 @@ def test_the_device_then_the_host_get_the_largest_shares_that_fit(device, host, 
         assert _weights_by_tier(OPT, more, bits)[1] > host
 
 
-def test_without_a_device_no_share_is_on_one():
+def test_without_a_device_no_share_is_on_one_and_with_room_for_all_each_is():
+    assert _most_in_memory(OPT, math.inf, 0, 16) == (1.0, 0.0, 0.0)
     assert _most_in_memory(OPT, -1, math.inf, 16) == (0.0, 1.0, 0.0)
 
 

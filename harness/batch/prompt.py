@@ -10,6 +10,7 @@ from harness.batch.format import parse_line
 from harness.batch.job import Progress, engine_errors, job_cell
 from harness.batch.session import ModelSession
 from harness.batch.stream import Streamed
+from harness.common.garbage import leave_garbage_too
 from harness.common.scratch import remove_abandoned
 
 
@@ -46,4 +47,5 @@ def opened(job: PromptJob, progress: Progress) -> Iterator[Streamed]:
         request = session.request(line)
         with engine_errors(cell.engine):
             engine = session.engine_for([(len(request.prompt), request.sampling.max_tokens)])
+        leave_garbage_too()  # closing an engine collects it
         yield Streamed(session, line, engine, request)

@@ -1,6 +1,8 @@
 """The garbage collector leaves alone what existed when it was told so."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 from harness.common.garbage import leave_what_exists
@@ -22,3 +24,15 @@ def test_garbage_goes_and_what_stays_is_not_looked_at_again():
         assert later() is None
     finally:
         gc.unfreeze()
+
+
+def test_a_command_does_not_search_what_it_imported_neither_then_nor_when_it_ends():
+    code = (
+        "import atexit, gc, sys; sys.argv = ['harness', 'ls', 'suites'];"
+        "atexit.register(lambda: print(gc.get_threshold()[0], len(gc.get_objects()), file=sys.stderr));"
+        "from harness.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after, looked_at = map(int, done.stderr.split())
+    assert after >= 50_000
+    assert looked_at < 1000

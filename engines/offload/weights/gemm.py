@@ -27,6 +27,8 @@ from harness.api import DTYPE_BYTES, Arithmetic, Dtype, UnsupportedError
 #: it is not known which a load will run, and a device's pass.
 _ROWS, _FEW_ROWS, _DEVICE_ROWS = 256, 4, 2048
 _ROUNDS = 12
+#: Rounds end sooner once all took so many seconds, a few at least: loading waits for them.
+_LONGEST_S, _FEWEST_ROUNDS = 0.15, 4
 #: After so many seconds torch's threads, if they spin, have gone to sleep.
 _REST_S = 0.01
 #: Most columns and rows of a tile that is measured.
@@ -194,8 +196,9 @@ def device_gemm(
     trial = _Trial(candidate, _tiles(stored, quantizer.pack, hidden, device.where), hidden, _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
-        for i in range(_ROUNDS):
-            trial.multiply(i)
+        ends = time.monotonic() + _LONGEST_S  # a device is asked for all rounds long before that
+        while len(stamps) <= _FEWEST_ROUNDS or (len(stamps) <= _ROUNDS and time.monotonic() < ends):
+            trial.multiply(len(stamps))
             stamps.append(device.stamp())
     seconds = min(b - a for a, b in itertools.pairwise(device.seconds(stamps)))
     return replace(candidate, name=f"torch on {device.where.type}", flops=trial.flops / max(seconds, 1e-9))
@@ -299,7 +302,10 @@ class _Trial:
 @torch.inference_mode()
 def _seconds_per_flop(trials: Sequence[_Trial]) -> list[float]:
     """Each trial's best of several rounds; a round runs all in turn, so a disturbance meets all alike."""
-    rounds = [[_seconds(trial, i) for trial in trials] for i in range(_ROUNDS)]
+    rounds: list[list[float]] = []
+    ends = time.monotonic() + _LONGEST_S * len(trials)
+    while len(rounds) < _FEWEST_ROUNDS or (len(rounds) < _ROUNDS and time.monotonic() < ends):
+        rounds.append([_seconds(trial, len(rounds)) for trial in trials])
     return [min(column) for column in zip(*rounds, strict=True)]
 
 

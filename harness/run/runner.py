@@ -32,6 +32,8 @@ _NONE_SURVIVES = "no batch survives"
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: How often a launch that others disturbed runs again.
 EXTRA_TRIES = 2
+#: After so many extra tries in a row that were disturbed too, the machine is as it is, and trying doubles the time.
+_IN_VAIN = 4
 
 
 class Runner:
@@ -62,6 +64,7 @@ class Runner:
         self._places = self._named_places()
         self._records = RecordBuilder(selection.command, self._places)
         self._dropped: set[str] = set()
+        self._in_vain = 0  # extra tries since a launch was undisturbed
         self._opened = contextlib.ExitStack()
 
     def run(self, fresh: bool = False) -> list[api.RunRecord]:
@@ -175,8 +178,13 @@ class Runner:
         for _ in range(self._extra_tries):
             if record.status != "ok" or not record.disturbed:
                 break
-            self._progress.note(f"{step.cell.name}: others took {record.others_cpu:.0%} of the CPU; it runs again")
+            others = f"{step.cell.name}: others took {record.others_cpu:.0%} of the CPU"
+            if self._in_vain == _IN_VAIN:
+                self._progress.note(f"{others}, as in the last {_IN_VAIN} tries; it does not run again")
+                break
+            self._progress.note(f"{others}; it runs again")
             self._progress.added([step])
+            self._in_vain += 1
             record = self._try(step)
         if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record, self._launches(record)):
             again = [Step(step.cell, repeat) for repeat in sorted({r.repeat for r in self._launches(record)})]
@@ -197,6 +205,8 @@ class Runner:
             )
             raise
         self._append(step, record)
+        if record.status == "ok" and not record.disturbed:
+            self._in_vain = 0
         return record
 
     def _launches(self, record: api.RunRecord) -> list[api.RunRecord]:

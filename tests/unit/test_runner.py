@@ -361,6 +361,18 @@ def test_a_launch_that_others_disturbed_runs_again_a_bounded_number_of_times(run
     assert len(list(Store(tmp_path / "once").records())) == 2
 
 
+def test_where_tries_do_not_help_disturbed_launches_run_once(run, tmp_path):
+    """Until one was not disturbed: then others may have gone."""
+    cell = replace(CELL, tune="none", repeats=6)
+    busy = [*[3.0] * 3, *[4.0] * 3, 2.0, 0.1, *[5.0, 0.1], 1.0, 0.1]
+    records, progress = run(Busy(*busy), cell)
+    stored = [(r.repeat, r.disturbed) for r in Store(tmp_path / "out").records()]
+    tries = {repeat: [disturbed for other, disturbed in stored if other == repeat] for repeat in range(6)}
+    assert tries == {0: [True] * 3, 1: [True] * 3, 2: [True], 3: [False], 4: [True, False], 5: [True, False]}
+    assert [r.disturbed for r in records] == [True, True, True, False, False, False]
+    progress.note.assert_any_call("cell: others took 17% of the CPU, as in the last 4 tries; it does not run again")
+
+
 RATES = {"bfloat16": {"16": (300.0, 410.0), "64": (779.0,), "256": (952.0,)},
          "float32": {"16": (121.0,), "64": (206.0,), "256": (245.0,)}}  # fmt: skip
 

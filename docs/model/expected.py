@@ -7,7 +7,7 @@ from harness.suite.shipped import EXPECTED, shipped_suites
 from reports.records import load_records
 
 RESULTS = Path(__file__).parents[1] / "results"
-#: A run counts if it has so large a share of the suite's cells.
+#: A run counts if it has so large a share of the suite's cells, with their workloads as they are now.
 SHARE = 0.8
 
 
@@ -17,11 +17,11 @@ def main() -> None:
             if (folder / "records.jsonl").exists()]  # fmt: skip
     minutes = {}
     for suite in shipped_suites():
-        names = {cell.name for cell in suite.cells}
+        workloads = {cell.name: cell.workload for cell in suite.cells}
         launches = sum(cell.repeats for cell in suite.cells)
         for run, records in runs:
-            mine = [r for r in records if r.spec.suite == suite.name and r.spec.name in names]
-            if len({r.spec.name for r in mine}) >= SHARE * len(names):
+            mine = [r for r in records if r.spec.suite == suite.name and r.spec.workload == workloads.get(r.spec.name)]
+            if len({r.spec.name for r in mine}) >= SHARE * len(workloads):
                 each = sum(r.wall_s for r in mine) / len(mine)
                 minutes[suite.name] = {"minutes": round(each * launches / 60, 1), "run": run}
     EXPECTED.write_text(json.dumps(minutes, indent=1) + "\n")

@@ -9,7 +9,7 @@ from reports.ablation import ablation_panel, ablations
 from reports.latency import request_latency, spread_panels
 from reports.page import page
 from reports.records import read_runs
-from reports.sections import commit, machine_rates, period, provenance, setup, spark_cell
+from reports.sections import commit, failures, machine_rates, period, provenance, setup, spark_cell
 from reports.summary import by_workload, summary_rows
 from reports.tables import MOST_ROWS, Body, Cell, Column, Table, plain_table
 from reports.text import MISSING
@@ -210,3 +210,26 @@ def test_a_long_table_is_cut_across_its_groups():
     table = Table("All", (Column("A"),), bodies).first()
     assert [(body.heading, len(body.rows)) for body in table.bodies] == [("a", MOST_ROWS - 1), ("b", 1)]
     assert table.caption == f"All; the first {MOST_ROWS} of {MOST_ROWS + 3} rows, report.csv has all"
+
+
+def test_failures_say_how_often_why_and_where_the_log_is():
+    """A status that the suite expects is no fault; what is missing says that."""
+    big = cell(name="big", expect="infeasible", limits=HardwareLimits(host_memory=GIB // 4))
+    table = failures(summary_rows([
+        record(cell(), 0), failed(cell(), "oom_host", "killed", 1, log="logs/one.log"),
+        failed(cell(), "oom_host", "killed", 2, log="logs/two.log"), failed(cell(), "error", "", 3, log=""),
+        failed(big, "infeasible", "too small", 0, log="logs/big.log"),
+    ]))  # fmt: skip
+    name = cell().name
+    assert sorted(texts(table)) == sorted([
+        [name, "oom_host", "2 of 4", "killed", "logs/two.log"],
+        [name, "error", "1 of 4", MISSING, MISSING],
+        ["big", "infeasible", "1 of 1", "too small", "logs/big.log"],
+    ])  # fmt: skip
+    (body,) = table.bodies
+    by_status = {line[1].text: line for line in body.rows}
+    assert by_status["infeasible"][1].badges == ("expected",) and by_status["infeasible"][1].tone == "muted"
+    assert by_status["error"][1].badges == () and by_status["error"][1].tone == "bad"
+    assert [c.why for c in by_status["error"]][3:] == ["no reason recorded", "no log kept"]
+    assert [c.why for c in by_status["oom_host"]][3:] == ["", ""]
+    assert failures(summary_rows([record(cell(), 0)])) is None

@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.api import HarnessError
+from harness.api import HarnessError, WorkloadSpec
 from reports.build import build_side_by_side
 from reports.side_by_side import side_by_side
+from reports.text import MISSING
 from tests.records import HOSTILE, PROVENANCE, beside, cell, demo, failed, hostile_records, record, repeats, write
 
 SPEEDS = (10.1, 9.8, 10.4, 9.9, 10.0, 10.2, 9.7)
@@ -35,6 +37,15 @@ def test_both_answers_and_the_verdict_of_each_cell(runs):
     assert verdicts["accelerate-float32"] == ["regression", "10", "7", "0.700"]
     assert verdicts["b"][0] == "not comparable" and verdicts["new"][0] == "new"
     assert [c.title for c in page["cells"].columns][2:4] == ["main", "branch"]
+
+
+def test_a_workload_that_one_side_did_not_run_is_said_to_be_missing_there(tmp_path, runs):
+    longer = replace(cell(), workload=WorkloadSpec(prompt_len=512))
+    both = write(tmp_path / "both", [*repeats(cell(), SPEEDS), *repeats(longer, SPEEDS)])
+    (body,) = side_by_side([runs[0], both])["answers"].bodies
+    common, one_sided = ([(c.text != MISSING, c.why) for c in row[1:]] for row in body.rows)
+    assert common == [(True, ""), (True, "")]
+    assert one_sided == [(False, "not run"), (True, "")]
 
 
 def test_the_chart_joins_medians_of_a_cell_and_counts_launches(runs):

@@ -1,11 +1,7 @@
 """The entry of the `harness` command, also as `python -m harness`: takes signals before anything is imported."""
 
-import gc
 import os
 import signal
-
-#: New objects after which Python looks for garbage. At its own 700, importing transformers takes a sixth longer.
-_GARBAGE_AFTER = 50_000
 
 
 def main() -> None:
@@ -18,9 +14,10 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)):  # Windows has no SIGHUP
         if signum and signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(signum, _end)
-    gc.set_threshold(_GARBAGE_AFTER)
     from harness.cli.main import main as command
+    from harness.common.garbage import collect_rarely
 
+    collect_rarely()
     command()
 
 

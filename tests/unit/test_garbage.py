@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 
-from harness.common.garbage import leave_what_exists
+from harness.common.garbage import collect_rarely, leave_what_exists
 
 
 class Ring:
@@ -22,6 +22,11 @@ def test_garbage_goes_and_what_stays_is_not_looked_at_again():
         later = weakref.ref(Ring())
         gc.collect()
         assert later() is None
+        often = gc.get_threshold()
+        collect_rarely()
+        assert gc.get_threshold()[0] > 10 * often[0]
+        leave_what_exists()
+        assert gc.get_threshold() == often
     finally:
         gc.unfreeze()
 

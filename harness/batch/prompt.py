@@ -1,5 +1,6 @@
 """`harness generate --prompt`: one prompt, answered as its tokens come."""
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +11,6 @@ from harness.batch.format import parse_line
 from harness.batch.job import Progress, engine_errors, job_cell
 from harness.batch.session import ModelSession
 from harness.batch.stream import Streamed
-from harness.common.garbage import leave_garbage_too
 from harness.common.scratch import remove_abandoned
 
 
@@ -47,5 +47,5 @@ def opened(job: PromptJob, progress: Progress) -> Iterator[Streamed]:
         request = session.request(line)
         with engine_errors(cell.engine):
             engine = session.engine_for([(len(request.prompt), request.sampling.max_tokens)])
-        leave_garbage_too()  # closing an engine collects it
+        gc.freeze()  # closing an engine collects, and the process ends after this prompt
         yield Streamed(session, line, engine, request)

@@ -1,6 +1,7 @@
 """The `harness` command: assembles the commands lazily, one module each, and turns their errors into one line."""
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -11,7 +12,6 @@ import click
 
 from harness.cli.errors import one_line_errors, open_streams, say, settle_stderr
 from harness.cli.signals import stopping
-from harness.common.garbage import leave_garbage_too
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 #: Each is the object of that name in the module of that name beside this one. They import what is slow to import
@@ -103,7 +103,7 @@ def main() -> None:
                 sys.stdout.flush()
     finally:
         settle_stderr()
-        leave_garbage_too()
+        gc.freeze()  # else Python ends by collecting all that torch imported, for two seconds on a slow core
 
 
 def _require_environment() -> None:

@@ -16,11 +16,5 @@ def leave_what_exists() -> None:
     """Collects garbage once; what is left is not looked at any more. A collection of all that torch and transformers
     import takes a quarter of a second, and may otherwise begin amid any token."""
     gc.collect()
-    leave_garbage_too()
-    gc.set_threshold(*_often)
-
-
-def leave_garbage_too() -> None:
-    """Nothing that exists is looked at any more, and garbage among it stays: for a process that will soon end, which
-    collects three times over all that torch and transformers import, for two seconds on a slow core."""
     gc.freeze()
+    gc.set_threshold(*_often)

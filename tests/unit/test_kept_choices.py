@@ -150,3 +150,29 @@ def test_timing_torchs_threads_leaves_their_number():
     assert 0 < one < 1
     assert 0 < two < 1
     assert torch.get_num_threads() == before
+
+
+class Trial:
+    """A product that takes so many milliseconds by its turn, the last for ever, on a clock of its own."""
+
+    pool = None
+
+    def __init__(self, clock, *milliseconds):
+        self.clock, self.milliseconds, self.turns = clock, milliseconds, []
+
+    def seconds(self, turn):
+        self.turns.append(turn)
+        took = self.milliseconds[min(turn, len(self.milliseconds) - 1)] / 1000
+        self.clock[0] += took
+        return took
+
+
+@pytest.mark.parametrize(("others", "rounds"), [(1, 12), (40, 8), (1000, 4)])
+def test_a_load_waits_for_few_rounds_where_they_are_slow(monkeypatch, others, rounds):
+    """The fastest of each counts, and all have as many."""
+    clock = [100.0]
+    monkeypatch.setattr(gemm.time, "monotonic", lambda: clock[0])
+    slow, quick = Trial(clock, others), Trial(clock, 2, 1, 0.5, 3)
+    best = gemm._seconds_per_flop([slow, quick])
+    assert best == [others / 1000, 0.0005]
+    assert slow.turns == quick.turns == list(range(rounds))
